@@ -338,6 +338,15 @@ def test_a_missing_package_is_named(package, what, monkeypatch, capsys):
     assert capsys.readouterr().err == f"tilewise demo: the package {package!r} is not installed; install it with: pip install {what}\n"
 
 
+def test_a_demo_that_cannot_draw_says_so_before_the_work(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(job, "train", lambda *args, **kwargs: pytest.fail("it worked before it looked"))
+    assert grammar.main(["demo", *TINY]) == 3
+    assert capsys.readouterr().err == (
+        "tilewise demo: the package 'matplotlib' is not installed; install it with: pip install \"tilewise[cli]\"\n"
+    )
+
+
 WITHOUT_PRINTERS = """
 import pkgutil, runpy, sys
 from importlib import import_module

@@ -185,9 +185,24 @@ def test_names():
     with pytest.raises(ValueError, match="compat.install takes names of flash_attn, .*, got 'flash-attn'"):
         compat.install("flash_attn", "flash-attn")
     assert not _finder.installed("flash_attn"), "names are checked before any is installed"
-    with pytest.raises(ValueError, match=r"got 'transformers'; use transformers by from tilewise.compat import transformers"):
+    with pytest.raises(ValueError, match=r"got 'transformers'; use transformers by tilewise.compat.transformers.register\(\)"):
         compat.uninstall("transformers")
     compat.uninstall("flash_attn")
+
+
+def test_every_way_to_use_it_names_what_there_is():
+    """What doctor prints is to be copied."""
+    code = r"""
+        import importlib, re
+        from tilewise import compat
+        for each in compat.status():
+            for module, name in re.findall(r"tilewise\.compat\.(\w+)(?:\.| import )(\w+)", each.use):
+                if each.importable or module not in ("transformers", "diffusers"):
+                    print(module, name, callable(getattr(importlib.import_module(f"tilewise.compat.{module}"), name)))
+    """
+    out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout
+    assert {"sdpa patch True", "flex flex_attention True"} <= set(out.splitlines()) and "False" not in out
+    assert not any("import transformers" in each.use or "import diffusers" in each.use for each in compat.status()), "it hides the real one"
 
 
 def test_status_looks_up_and_imports_nothing():

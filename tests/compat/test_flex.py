@@ -1,5 +1,6 @@
 """flex_attention by tilewise: which mask_mods become which masks, which score_mods become which features, and that results are the formula's."""
 
+import functools
 import inspect
 import warnings
 
@@ -91,7 +92,13 @@ UNRECOGNISED = {
     "writes": (in_place, "writes to a tensor"),
     "out of range": (lambda b, h, q, k: DOCUMENT[q + 60] == DOCUMENT[k], "cannot be followed"),
     "no bool": (lambda b, h, q, k: q - k, "gives no bool"),
+    "any of a list": (lambda b, h, q, k: (q >= k) | (k == GLOBAL).any(), "not one number from step to step"),
+    "all": (lambda b, h, q, k: (q >= k).all(), "not one number from step to step"),
+    "a row's first number": (lambda b, h, q, k: COLUMN[q][0] == COLUMN[k][0], "not one number from step to step"),
+    "twice the key": (lambda b, h, q, k: torch.sub(q, k, alpha=2) >= 0, "with \\['alpha'\\]"),
+    "a bool as an integer": (lambda b, h, q, k: (~(DOCUMENT[q] == DOCUMENT[k]).int()).bool(), "brings query and key together"),
 }
+GLOBAL, COLUMN = torch.tensor([0]), torch.arange(64)[:, None] % 3
 
 
 @pytest.mark.parametrize("mod, why", UNRECOGNISED.values(), ids=UNRECOGNISED)
@@ -143,6 +150,39 @@ def test_what_is_not_recognised_is_read_pair_by_pair():
     )
 
 
+@pytest.mark.parametrize("name", ["any of a list", "all", "a row's first number", "twice the key"])
+def test_what_single_numbers_alone_may_do_is_read_pair_by_pair(name):
+    """On whole axes these are something else, of the same shape."""
+    mod, _ = UNRECOGNISED[name]
+    mask = mask_of(create_block_mask(mod, None, None, 64, 64, device="cpu"), 2, 4)
+    assert torch.equal(mask.dense(64, 64).expand(1, 1, 64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu"))
+
+
+def test_where_with_a_captured_bool():
+    mod = lambda b, h, q, k: torch.where(DOCUMENT[q] == DOCUMENT[k], q >= k, False)  # noqa: E731
+    mask = mask_of(create_block_mask(mod, None, None, 64, 64, device="cpu"))
+    assert mask.kind == "runs" and torch.equal(mask.dense(64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu")[0, 0])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_mod_that_cannot_be_followed_is_for_the_heads_that_its_block_mask_is_made_for():
+    q, k, v = (x.detach() for x in tensors())
+
+    def shown(b, h, q, k):
+        x = (b >= 0) & (h >= 0) & (q >= k)
+        x |= k < 3 * h
+        return x
+
+    made = create_block_mask(shown, None, None, 33, 33, device="cpu")
+    with pytest.raises(
+        UnsupportedError, match="cannot be followed, and may depend on b, but block_mask is made for batch 1 and the call has 2"
+    ):
+        flex_attention(q, k, v, block_mask=made, enable_gqa=True)
+    made = create_block_mask(shown, 2, 4, 33, 33, device="cpu")
+    expected = torchs.flex_attention(q, k, v, block_mask=made, enable_gqa=True)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=made, enable_gqa=True), expected)
+
+
 def test_blocks_that_say_otherwise_win():
     """A BlockMask made by hand, whose mask_mod alone would mean more pairs: block (0, 1) full, (1, 0) partial."""
     number = torch.tensor([[[0, 1]]], dtype=torch.int32), torch.tensor([[[1, 0]]], dtype=torch.int32)
@@ -168,6 +208,36 @@ def test_a_mask_is_found_again_until_its_tensors_change(monkeypatch):
 
 SLOPES, ROWS = torch.tensor([0.5, 0.25, 0.125, 0.0625]), normal(2, 33, seed=7)
 TABLE = normal(4, 90, seed=8).requires_grad_()
+PLACES = normal(33, 3, seed=5)
+
+
+@torch.library.custom_op("approx::tanh", mutates_args=())
+def approximate_tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+class ApproximateTanh(torch.autograd.Function):
+    """As attention-gym's softcap has it."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x):
+        return torch.ops.approx.tanh(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0] ** 2)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return torch.tanh(x), in_dims[0]
+
+
 SCORES = {  # a score_mod, and what it becomes without a mask: softcap, slopes, the bias's shape
     "as it is": (lambda s, b, h, q, k: s, (0.0, False, None)),
     "scaled": (lambda s, b, h, q, k: s * 2 - 1, (0.0, False, (1, 1, 1, 33))),
@@ -179,6 +249,8 @@ SCORES = {  # a score_mod, and what it becomes without a mask: softcap, slopes, 
     "table": (lambda s, b, h, q, k: s + TABLE[h, q - k + 40], (0.0, False, (1, 4, 33, 33))),
     "softcap and table": (lambda s, b, h, q, k: TABLE[h, q - k + 40] + 5 * torch.tanh(s / 5), (5.0, False, (1, 4, 33, 33))),
     "by key": (lambda s, b, h, q, k: s + ROWS[b, k], (0.0, False, (2, 1, 1, 33))),
+    "products of rows": (lambda s, b, h, q, k: s + (PLACES[q] * PLACES[k]).sum(-1), (0.0, False, (1, 1, 33, 33))),
+    "softcap, approximate": (lambda s, b, h, q, k: 5 * ApproximateTanh.apply(s / 5), (5.0, False, None)),
     "subtracted": (lambda s, b, h, q, k: ROWS[b, q] - s, (0.0, False, (2, 1, 33, 33))),
     "hidden": (lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")), (0.0, False, None)),
     "hidden, added": (lambda s, b, h, q, k: (s + ROWS[b, k]).masked_fill(q - k > 9, float("-inf")), (0.0, False, (2, 1, 1, 33))),
@@ -249,6 +321,36 @@ def test_results_are_those_of_torchs_flex_attention():
     assert type(aux) is type(want_aux) and aux.max_scores is None
 
 
+class Window:
+    def __init__(self, left):
+        self.left, self.ids, self.model = left, DOCUMENT, torch.nn.Sequential(*(torch.nn.Identity() for _ in range(99)))
+
+    def __call__(self, b, h, q, k):
+        return ((q - k).abs() <= self.left) & (self.ids[q] == self.ids[k])
+
+    def method(self, b, h, q, k):
+        return self(b, h, q, k)
+
+
+@pytest.mark.parametrize("bound", ["object", "method", "partial", "closure"])
+def test_a_mask_is_made_anew_where_its_mod_holds_another_value(bound, monkeypatch):
+    window = Window(3)
+    mod = {
+        "object": window,
+        "method": functools.partial(lambda given, b, h, q, k: given(b, h, q, k), window.method),
+        "partial": functools.partial(lambda given, b, h, q, k: given(b, h, q, k), window),
+        "closure": lambda b, h, q, k: window(b, h, q, k),
+    }[bound]
+    made = create_block_mask(mod, None, None, 64, 64, device="cpu")
+    first = mask_of(made)
+    assert mask_of(made) is first
+    for name, value in (("left", 9), ("ids", DOCUMENT.flip(0))):
+        setattr(window, name, value)
+        mask = mask_of(made)
+        assert mask is not first and mask_of(made) is mask
+        assert torch.equal(mask.dense(64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu")[0, 0])
+
+
 def test_the_signature_is_torchs():
     given, own = (inspect.signature(function).parameters for function in (torchs.flex_attention, flex_attention))
     assert [(name, x.default, x.kind) for name, x in own.items()] == [(name, x.default, x.kind) for name, x in given.items()]
@@ -294,6 +396,21 @@ REFUSED = {
         UnsupportedError,
         "score_mod does something to the score",
     ),
+    "as integers": (refused(score_mod=lambda s, b, h, q, k: s.int()), UnsupportedError, "score_mod does something .*_to_copy"),
+    "rounded": (refused(score_mod=lambda s, b, h, q, k: s.half()), UnsupportedError, "score_mod does something .*_to_copy"),
+    "floored": (refused(score_mod=lambda s, b, h, q, k: torch.div(s, 2, rounding_mode="floor")), UnsupportedError, "Tensor_mode"),
+    "divided by 0": (refused(score_mod=lambda s, b, h, q, k: s / 0), UnsupportedError, "score_mod divides the score by 0"),
+    "sum of everything": (
+        refused(score_mod=lambda s, b, h, q, k: s + (PLACES[q] * PLACES[k]).sum()),
+        UnsupportedError,
+        "score_mod cannot be followed on whole axes, where aten.sum.default would see other numbers.* by element and sums over dim=-1",
+    ),
+    "any of a list": (
+        refused(score_mod=lambda s, b, h, q, k: s + 2.0 * (k == GLOBAL).any()),
+        UnsupportedError,
+        "on whole axes, where aten.eq",
+    ),
+    "largest": (refused(score_mod=lambda s, b, h, q, k: s + (q - k).max()), UnsupportedError, "on whole axes, where aten.max.default"),
     "hidden, negated": (
         refused(score_mod=lambda s, b, h, q, k: -torch.where(q >= k, s, -float("inf"))),
         UnsupportedError,

@@ -11,9 +11,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
 
 
 def check_signature(function, operator) -> None:
-    """The names, the defaults, and what must be named, of an operator's schema."""
+    """The names, the defaults, and what must be named, of an operator's schema; behind these, what a later torch has, by name with a default."""
     kinds = inspect.Parameter
-    for argument, (name, parameter) in zip(operator._schema.arguments, inspect.signature(function).parameters.items(), strict=True):
+    arguments, parameters = operator._schema.arguments, inspect.signature(function).parameters
+    assert len(arguments) <= len(parameters)
+    assert all(x.kind == kinds.KEYWORD_ONLY and x.default is None for x in list(parameters.values())[len(arguments) :])
+    for argument, (name, parameter) in zip(arguments, parameters.items(), strict=False):
         assert name == argument.name
         assert parameter.default == (argument.default_value if argument.has_default_value() else kinds.empty), name
         assert parameter.kind == (kinds.KEYWORD_ONLY if argument.kwarg_only else kinds.POSITIONAL_OR_KEYWORD), name

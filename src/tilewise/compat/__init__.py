@@ -39,10 +39,18 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "xformers": ("xformers", "xformers", "0.0.35"),
 }
 
+_USE = {  # of those that are not installed; `from tilewise.compat import transformers` would hide the real one
+    "transformers": 'tilewise.compat.transformers.register(), then attn_implementation="tilewise"',
+    "sdpa": "with tilewise.compat.sdpa.patch(): ...",
+    "torch_flash": 'tilewise.compat.torch_flash.register(), then torch.nn.attention.activate_flash_attention_impl("tilewise")',
+    "flex": "from tilewise.compat.flex import flex_attention",
+    "diffusers": 'tilewise.compat.diffusers.register(), then set_attention_backend("tilewise")',
+    "xformers": "from tilewise.compat.xformers import memory_efficient_attention",
+}
+
 
 def _use(name: str) -> str:
-    by_name = f"from {__name__} import {name}"
-    return f"{by_name}, or compat.install({name!r})" if name in _finder.PEERS else by_name
+    return _USE.get(name) or f"from {__name__} import {name}, or compat.install({name!r})"
 
 
 def install(*names: str) -> None:

@@ -25,7 +25,7 @@ def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function],
         begin = f"{layer or f'{function.__module__}.{function.__name__}'}: "
 
         def told(error: Exception) -> str:
-            text = str(error).removeprefix(begin)
+            text = "".join(map(str, error.args[:1])).removeprefix(begin)  # torch 2.11 cannot trace str(error)
             return begin + (words.sub(lambda found: renamed[found[1]], text) if words else text)
 
         @functools.wraps(function)
@@ -33,9 +33,9 @@ def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function],
             try:
                 return function(*args, **options)
             except UnsupportedError as error:
-                raise UnsupportedError(told(error)) from error
+                raise UnsupportedError(told(error))  # noqa: B904 (torch 2.11 cannot trace `from`)
             except ValueError as error:
-                raise ArgumentError(told(error)) from error
+                raise ArgumentError(told(error))  # noqa: B904
 
         return call
 

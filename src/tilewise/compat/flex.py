@@ -7,6 +7,8 @@ no `a * score + b(batch, head, query, key)`, softcapped or not, is refused.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 LAYER = "tilewise.compat.flex.flex_attention"
+PLAIN = int | float | str | None  # what a mod may hold besides tensors
+MOST_HELD = 64  # functions and objects that are looked into for it
 MOST_BIAS = 1 << 31  # numbers of a bias that a score_mod may be turned into
 
 
@@ -133,17 +137,19 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
 
 
 class Seen(NamedTuple):
-    """A BlockMask's mask, for as long as its captured tensors are not written to."""
+    """A BlockMask's mask, for as long as what its mask_mod holds is the same, and the tensors among it are not written to."""
 
     mod: Callable
     sizes: tuple[int, int]
+    state: list[Any]
     versions: list[tuple[Tensor, int | None]]
     mask: Mask
 
-    def holds(self, mod: Callable, sizes: tuple[int, int]) -> bool:
-        return (
-            self.mod is mod and self.sizes == sizes and all(version is not None and _version(x) == version for x, version in self.versions)
-        )
+    def holds(self, mod: Callable, sizes: tuple[int, int], state: list[Any]) -> bool:
+        if self.mod is not mod or self.sizes != sizes or len(self.state) != len(state):
+            return False
+        same = all(a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b) for a, b in zip(self.state, state, strict=True))
+        return same and all(version is not None and _version(x) == version for x, version in self.versions)
 
 
 _SEEN: WeakKeyDictionary = WeakKeyDictionary()  # BlockMask -> Seen
@@ -156,24 +162,27 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
     """
     made_for = block_mask.kv_num_blocks.shape[:2]
     mod, sizes = block_mask.mask_mod, (max(batch, made_for[0]), max(heads, made_for[1]))
-    seen = _SEEN.get(block_mask)
-    if seen is not None and seen.holds(mod, sizes):
+    seen, state = _SEEN.get(block_mask), _state(mod)
+    if seen is not None and seen.holds(mod, sizes, state):
         return seen.mask
     try:
         program = record(mod, block_mask.kv_num_blocks.device)
         captured, uses = program.captured(), program.uses()
     except Unrecognised:
-        program, captured, uses = None, _closed_over(mod), set()
+        program, captured, uses = None, [x for x in state if isinstance(x, Tensor)], {"b", "h"}  # for all that is known
     try:
-        mask = from_flex(block_mask) if program is None else _recognised(program, block_mask, *sizes)
+        if program is None:
+            raise Unrecognised
+        mask = _recognised(program, block_mask, *sizes)
     except Unrecognised:
         for name, letter, had, has in zip(("batch", "heads"), "bh", made_for, sizes, strict=True):
             if letter in uses and had != has:
+                how = "depends" if program is not None else "cannot be followed, and may depend"
                 raise UnsupportedError(
-                    f"{LAYER}: mask_mod depends on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
+                    f"{LAYER}: mask_mod {how} on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
                 ) from None
         mask = from_flex(block_mask)
-    _SEEN[block_mask] = Seen(mod, sizes, [(x, _version(x)) for x in captured], mask)
+    _SEEN[block_mask] = Seen(mod, sizes, state, [(x, _version(x)) for x in captured], mask)
     return mask
 
 
@@ -182,23 +191,31 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _closed_over(mod: Callable) -> list[Tensor]:
-    """The tensors that a function holds, itself or in the functions that it holds."""
+def _state(mod: Callable) -> list[Any]:
+    """The tensors and plain values that a function holds: in itself, in its objects and in the functions that it holds, up to MOST_HELD of these."""
     found, ahead, met = [], [mod], set()
-    while ahead:
-        each = ahead.pop()
-        if id(each) in met:
+    for each in ahead:  # which grows: what is nearest comes first
+        if len(met) >= MOST_HELD:
+            break
+        if isinstance(each, Tensor | PLAIN):
+            found.append(each)
+            continue
+        if id(each) in met or isinstance(each, type | ModuleType):
             continue
         met.add(id(each))
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, list | tuple):
-            ahead += each
-        elif callable(each):
-            code = getattr(each, "__code__", None)
-            cells = getattr(each, "__closure__", None) or ()
-            ahead += [cell.cell_contents for cell in cells if cell != type(cell)()]
-            ahead += [each.__globals__[name] for name in (code.co_names if code else ()) if isinstance(each.__globals__.get(name), Tensor)]
+        if isinstance(each, list | tuple | dict):
+            ahead += each.values() if isinstance(each, dict) else each
+        elif isinstance(each, partial):
+            ahead += [each.func, each.args, each.keywords]
+        elif isinstance(each, MethodType):
+            ahead += [each.__self__, each.__func__]
+        elif isinstance(each, FunctionType):
+            ahead += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+            ahead += [each.__defaults__, each.__kwdefaults__]
+            named = (each.__globals__.get(name) for name in each.__code__.co_names)
+            ahead += [x for x in named if isinstance(x, Tensor | FunctionType | int | float)]
+        elif hasattr(each, "__dict__"):
+            ahead += [vars(each), getattr(type(each), "__call__", None)]  # noqa: B004 (what it holds is asked for)
     return found
 
 
@@ -320,23 +337,28 @@ def _score(program: Program) -> Score:
     return at[program.result.at]
 
 
+KEEP_THE_NUMBER = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}  # arguments of what copies
+
+
 def _through(step: Step, at: dict[int | str, Score]) -> Score:
     """One operation on the score."""
     name, args = step.function.overloadpacket.__name__, step.args
     scores = [at.get(x.at) if isinstance(x, Ref) else None for x in args]
     score = next((x for x in scores if x is not None), None)
-    if score is not None and sum(x is not None for x in scores) == 1:
+    if step.extra == 0 and step.kwargs.keys() <= KEEP_THE_NUMBER and score is not None and sum(x is not None for x in scores) == 1:
         first = scores[0] is not None
         if name in ("mul", "div") and (first or name == "mul") and (number := _number(args[1 if first else 0])) is not None:
+            if name == "div" and number == 0.0:
+                raise Unrecognised("divides the score by 0")
             return _times(score, number if name == "mul" else 1.0 / number)
         if name == "neg":
             return _times(score, -1.0)
         if name == "tanh" and score.cap is None and not score.added and not score.hidden:
             return score._replace(cap=1.0)
-        if name in ("add", "sub", "rsub") and step.kwargs.get("alpha", 1) == 1:
+        if name in ("add", "sub", "rsub") and len(args) == 2:
             turned = name == "rsub" if first else name == "sub"
             return (_times(score, -1.0) if turned else score)._replace(added=True)
-        if name == "_to_copy" and first:
+        if name in ("_to_copy", "clone", "alias", "detach") and step.kwargs.get("dtype") in (None, torch.float32, torch.float64):
             return score
         if name == "where" and len(args) == 3 and scores[0] is None and isinstance(args[0], Ref):
             shown = scores[1] is not None
@@ -409,8 +431,9 @@ def _without_score(program: Program) -> Program:
             on_score.add(number)
             if step.function.overloadpacket.__name__ in ("where", "masked_fill"):
                 shown = next(x for x in step.args if isinstance(x, Ref) and x.at in on_score)
-                step = Step(aten.clone.default, (shown,), {})
-        steps.append(Step(step.function, *(tree_map(_zero, x, is_leaf=lambda x: isinstance(x, Ref)) for x in (step.args, step.kwargs))))
+                step = Step(aten.clone.default, (shown,), {}, step.extra)
+        args, kwargs = (tree_map(_zero, x, is_leaf=lambda x: isinstance(x, Ref)) for x in (step.args, step.kwargs))
+        steps.append(step._replace(args=args, kwargs=kwargs))
     return Program(tuple(steps), program.result)
 
 
@@ -421,6 +444,12 @@ def _zero(x: Any) -> Any:
 def _bias(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
     """The term as a bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), with autograd through the captured tensors."""
     program = _without_score(changes.term)
+    for number in program.needed(program.result):
+        if program.steps[number].extra is None:
+            raise UnsupportedError(
+                f"{LAYER}: score_mod cannot be followed on whole axes, where {program.steps[number].function} would see other numbers than its own; "
+                "write it in operations by element and sums over dim=-1, or call torch's flex_attention"
+            )
     uses = program.uses()
     sizes = {"b": query.shape[0], "h": query.shape[1], "q_idx": query.shape[2], "kv_idx": seqlen_k}
     shape = [size if name in uses else 1 for name, size in sizes.items()]

@@ -2,7 +2,7 @@
 
 `record` calls the function once, on stand-ins of one number. `Program.mask` then runs the operations on whole axes: a value may depend on the query
 alone, on the key alone, or on their distance key - query, and a bool of these is a set of rows, of columns or of diagonals. Sets combine as
-masks do. What is none of that raises `Unrecognised`.
+masks do. What is none of that raises `Unrecognised`, and so does an operation that on whole axes is another than on single numbers (`extra_dims`).
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,14 @@ INPUTS = ("b", "h", "q_idx", "kv_idx")
 DIAGONALS = 64  # more bands than that are better held as bits
 RECTANGLES = 1 << 14
 LOOKS_INSIDE = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default)
-SAME = (aten.clone.default, aten.alias.default, aten._to_copy.default, aten.lift_fresh.default)
+SAME = (aten.clone.default, aten.alias.default, aten._to_copy.default, aten.lift_fresh.default, aten.detach.default)
+# By element, as those that torch says it of.
+BY_ELEMENT = {*SAME, aten.floor_divide.default, aten.masked_fill.Tensor, aten.rsub.Tensor}
+BY_ELEMENT |= {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+LISTED = {aten.isin.Tensor_Tensor: 1, aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # by element, but for this argument
+REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim)
+APPROXIMATE = "approx::tanh"  # which attention-gym registers for its softcap
 COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and what they are with sides exchanged
 
 
@@ -36,11 +43,12 @@ class Ref(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One aten operation; tensors of the program are `Ref`s, all others are captured."""
+    """One aten operation; tensors of the program are `Ref`s, all others are captured. `extra` is what `extra_dims` says of it."""
 
     function: Callable
     args: tuple
     kwargs: dict
+    extra: int | None = 0
 
 
 class Tracer(Tensor):
@@ -69,8 +77,39 @@ class Tracer(Tensor):
         if not isinstance(result, Tensor):
             raise Unrecognised(f"calls {function}, which gives no single tensor")
         steps = traced[0].steps
-        steps.append(Step(function, tree_map(_ref, args), tree_map(_ref, kwargs)))
+        steps.append(Step(function, tree_map(_ref, args), tree_map(_ref, kwargs), extra_dims(function, args, traced, result)))
         return Tracer(result, steps, len(steps) - 1)
+
+
+def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Tensor) -> int | None:
+    """How many dimensions `result` has behind that of the stand-ins; None where whole axes in their place may give something else.
+
+    A row of a captured table has one, and a sum over its last dimension takes it away.
+    """
+    extra, found = {max(x.dim() - 1, 0) for x in traced}, max(result.dim() - 1, 0)
+    captured: list[Tensor] = []
+    tree_map(lambda x: captured.append(x) if isinstance(x, Tensor) and not isinstance(x, Tracer) else None, args)
+    if function is aten.index.Tensor:
+        table, places = args
+        whole = not isinstance(table, Tracer) and extra == {0}
+        return found if whole and all(_is_place(x) for x in places) else None
+    if function in LISTED:
+        listed = args[LISTED[function]]
+        return 0 if isinstance(listed, Tensor) and not isinstance(listed, Tracer) and listed.dim() < 2 and extra == {found} == {0} else None
+    if function in REDUCTIONS and len(args) > 1:
+        dims = args[1] if isinstance(args[1], list | tuple) else [args[1]]
+        return found if dims and all(-max(extra) <= dim < 0 for dim in dims) else None
+    if function in NEW:
+        return 0 if result.dim() == 0 else None
+    if function in BY_ELEMENT or torch.Tag.pointwise in function.tags or function.name() == APPROXIMATE:
+        return found if extra == {found} and all(x.dim() <= found for x in captured) else None
+    return None
+
+
+def _is_place(index: Any) -> bool:
+    """Whether an index into a table is one number, traced or not."""
+    numbers = isinstance(index, Tensor) and index.dtype not in (torch.bool, torch.uint8)
+    return numbers and index.dim() <= (1 if isinstance(index, Tracer) else 0)
 
 
 def _inner(x: Any) -> Any:
@@ -130,15 +169,18 @@ class Program:
         if not isinstance(result, Ref):
             return Value(None, _held([result]))
         tensors: dict[int | str, Value | Mask] = dict(zip(INPUTS, axes.inputs(b, h), strict=True))
-        for number in sorted(self._needed(result)):
+        for number in sorted(self.needed(result)):
             step = self.steps[number]
+            if step.extra != 0:
+                raise Unrecognised(f"is not one number from step to step ({step.function})")
             args, kwargs = (
                 tree_map(lambda x: tensors[x.at] if isinstance(x, Ref) else x, x, is_leaf=_is_ref) for x in (step.args, step.kwargs)
             )
             tensors[number] = axes.step(step.function, args, kwargs)
         return tensors[result.at]
 
-    def _needed(self, result: Ref) -> set[int]:
+    def needed(self, result: Ref) -> set[int]:
+        """The steps that a result depends on."""
         needed, ahead = set(), [result]
         while ahead:
             at = ahead.pop().at
@@ -190,6 +232,10 @@ def _held(numbers: list) -> Tensor:
     return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
+def _one(x: Tensor | bool | int) -> Tensor:
+    return x.detach().cpu().reshape(1) if isinstance(x, Tensor) else _held([x])
+
+
 class _Axes:
     """Operations on whole axes of a call's queries, keys and distances; on the CPU, where an index out of range is an error like any other."""
 
@@ -208,12 +254,14 @@ class _Axes:
         kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
         operands: list[Value | Mask] = []
         _each((args, kwargs), lambda x: operands.append(x) if isinstance(x, Value | Mask) else None)
-        if function in SAME and isinstance(args[0], Mask):
+        if function in SAME and isinstance(args[0], Mask) and kwargs.get("dtype") in (None, torch.bool):
             return args[0]
         name = function.overloadpacket.__name__
         axes = {x.axis for x in operands if isinstance(x, Value)} - {None}
         if len(axes) > 1 or any(isinstance(x, Mask) for x in operands):
-            return self._together(name, [Value(None, _held([x])) if isinstance(x, int | bool) else x for x in args])
+            if kwargs or not all(isinstance(x, Value | Mask | int) or (isinstance(x, Tensor) and x.numel() == 1) for x in args):
+                raise Unrecognised(f"brings query and key together by {function} with {sorted(kwargs) or 'other arguments than indices'}")
+            return self._together(name, [x if isinstance(x, Value | Mask) else Value(None, _one(x)) for x in args])
         try:
             numbers = function(*_map(args, _numbers), **_map(kwargs, _numbers))
         except Exception as error:  # an index out of range, most of all
@@ -260,13 +308,13 @@ class _Axes:
 
     def _and(self, one: "Value | Mask", two: "Value | Mask") -> "Value | Mask":
         for a, b in ((one, two), (two, one)):
-            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1:
+            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1 and a.numbers.dtype == torch.bool:
                 return b if bool(a.numbers) else a
         return self.lifted(one) & self.lifted(two)
 
     def _or(self, one: "Value | Mask", two: "Value | Mask") -> "Value | Mask":
         for a, b in ((one, two), (two, one)):
-            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1:
+            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1 and a.numbers.dtype == torch.bool:
                 return a if bool(a.numbers) else b
         return self.lifted(one) | self.lifted(two)
 

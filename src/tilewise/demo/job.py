@@ -54,6 +54,8 @@ def run(options: Options, console: Console) -> bool:
 
     Raises ValueError for a context longer than the text, OSError where the page cannot be written.
     """
+    import matplotlib  # noqa: F401  (the page is drawn with it at the end: where it is missing, that is said before the work)
+
     start = time.monotonic()
     data.check_context(data.split(data.corpus())[1], options.context)
     model = GPTConfig(context=options.context)
