@@ -351,6 +351,63 @@ def test_a_mask_is_made_anew_where_its_mod_holds_another_value(bound, monkeypatc
         assert torch.equal(mask.dense(64, 64), create_mask(mod, 1, 1, 64, 64, device="cpu")[0, 0])
 
 
+class Slotted:
+    __slots__ = ("left",)
+
+    def __init__(self, left):
+        self.left = left
+
+
+SETTINGS, LIMIT = Slotted(3), torch.tensor(3)
+
+
+def by_a_global(b, h, q, k):
+    return (q - k).abs() <= SETTINGS.left
+
+
+def by_a_global_within(b, h, q, k):
+    def left():
+        return SETTINGS.left
+
+    return (q - k).abs() <= left()
+
+
+def by_a_number_read(b, h, q, k):
+    return (q - k).abs() <= LIMIT.item()
+
+
+@pytest.mark.parametrize("mod", [by_a_global, by_a_global_within, by_a_number_read])
+def test_a_mask_is_made_anew_where_globals_hold_another_value(mod, monkeypatch):
+    made = create_block_mask(mod, None, None, 64, 64, device="cpu")
+    first = mask_of(made)
+    assert mask_of(made) is first
+    monkeypatch.setattr(SETTINGS, "left", 9)
+    LIMIT.fill_(9)
+    mask = mask_of(made)
+    LIMIT.fill_(3)
+    assert torch.equal(mask.dense(64, 64), tw.SlidingWindow(9, 9).dense(64, 64))
+
+
+def test_parameters_and_caches_beside_a_mod_may_be_written_to():
+    """As every step of training or of decoding does: a model's masks stay."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.cache, self.left = torch.nn.Parameter(torch.ones(4)), torch.zeros(99), 3
+
+        def mod(self, b, h, q, k):
+            return (q - k).abs() <= self.left
+
+    model = Model()
+    made = create_block_mask(lambda b, h, q, k: model.mod(b, h, q, k), None, None, 64, 64, device="cpu")
+    first = mask_of(made)
+    with torch.no_grad():
+        model.scale.fill_(2.0)
+        model.cache.fill_(1.0)
+    assert mask_of(made) is first
+
+
 def test_the_signature_is_torchs():
     given, own = (inspect.signature(function).parameters for function in (torchs.flex_attention, flex_attention))
     assert [(name, x.default, x.kind) for name, x in own.items()] == [(name, x.default, x.kind) for name, x in given.items()]

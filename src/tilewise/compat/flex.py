@@ -8,7 +8,7 @@ no `a * score + b(batch, head, query, key)`, softcapped or not, is refused.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 LAYER = "tilewise.compat.flex.flex_attention"
-PLAIN = int | float | str | None  # what a mod may hold besides tensors
+PLAIN = int, float, str, type(None)  # what a mod may hold besides tensors
 MOST_HELD = 64  # functions and objects that are looked into for it
+MOST_READ = 64  # numbers of a tensor that a mod is thought to read
 MOST_BIAS = 1 << 31  # numbers of a bias that a score_mod may be turned into
 
 
@@ -182,7 +183,8 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
                     f"{LAYER}: mask_mod {how} on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
                 ) from None
         mask = from_flex(block_mask)
-    _SEEN[block_mask] = Seen(mod, sizes, state, [(x, _version(x)) for x in captured], mask)
+    watched = captured + [x for x in state if isinstance(x, Tensor) and _may_be_read(x)]
+    _SEEN[block_mask] = Seen(mod, sizes, state, [(x, _version(x)) for x in watched], mask)
     return mask
 
 
@@ -191,19 +193,26 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
+def _may_be_read(x: Tensor) -> bool:
+    """Whether a mod may well decide by numbers of x that it reads itself, as by `x.item()`, which is no operation on its indices."""
+    return x.numel() <= MOST_READ and not (isinstance(x, torch.nn.Parameter) or x.is_inference())
+
+
 def _state(mod: Callable) -> list[Any]:
-    """The tensors and plain values that a function holds: in itself, in its objects and in the functions that it holds, up to MOST_HELD of these."""
+    """The tensors and plain values that a function holds: in itself, in its objects and globals and in the functions among them, up to MOST_HELD of
+    these.
+    """
     found, ahead, met = [], [mod], set()
     for each in ahead:  # which grows: what is nearest comes first
         if len(met) >= MOST_HELD:
             break
-        if isinstance(each, Tensor | PLAIN):
+        if isinstance(each, (PLAIN, Tensor)):
             found.append(each)
             continue
         if id(each) in met or isinstance(each, type | ModuleType):
             continue
         met.add(id(each))
-        if isinstance(each, list | tuple | dict):
+        if isinstance(each, list | tuple | dict | set | frozenset):
             ahead += each.values() if isinstance(each, dict) else each
         elif isinstance(each, partial):
             ahead += [each.func, each.args, each.keywords]
@@ -212,10 +221,20 @@ def _state(mod: Callable) -> list[Any]:
         elif isinstance(each, FunctionType):
             ahead += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
             ahead += [each.__defaults__, each.__kwdefaults__]
-            named = (each.__globals__.get(name) for name in each.__code__.co_names)
-            ahead += [x for x in named if isinstance(x, Tensor | FunctionType | int | float)]
-        elif hasattr(each, "__dict__"):
-            ahead += [vars(each), getattr(type(each), "__call__", None)]  # noqa: B004 (what it holds is asked for)
+            ahead += _globals(each.__code__, each.__globals__)
+        elif hasattr(each, "__dict__") or hasattr(each, "__slots__"):
+            ahead += [getattr(each, "__dict__", None), getattr(type(each), "__call__", None)]  # noqa: B004 (what it holds is asked for)
+            slots = (getattr(kind, "__slots__", ()) for kind in type(each).__mro__)
+            ahead += [getattr(each, name, None) for names in slots for name in ((names,) if isinstance(names, str) else names)]
+    return found
+
+
+def _globals(code: CodeType, there: dict[str, Any]) -> list[Any]:
+    """The globals that a function and those within it name."""
+    found = [there[name] for name in code.co_names if name in there]
+    for within in code.co_consts:
+        if isinstance(within, CodeType):
+            found += _globals(within, there)
     return found
 
 
