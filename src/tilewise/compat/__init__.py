@@ -39,7 +39,7 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "xformers": ("xformers", "xformers", "0.0.35"),
 }
 
-_USE = {  # of those that are not installed; `from tilewise.compat import transformers` would hide the real one
+_USE = {  # of those that `install` has not; `from tilewise.compat import transformers` would hide the real one
     "transformers": 'tilewise.compat.transformers.register(), then attn_implementation="tilewise"',
     "sdpa": "with tilewise.compat.sdpa.patch(): ...",
     "torch_flash": 'tilewise.compat.torch_flash.register(), then torch.nn.attention.activate_flash_attention_impl("tilewise")',

@@ -289,9 +289,8 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     grid, of_unit = (side_by_side, blocks // side_by_side), min(cut.rows or rows_of_unit(call), config.tile_m)
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
-        if cut.fitted and not (
-            config.latent or config.rising or (config.ragged and rows > of_unit)
-        ):  # then the host knows how many units there are
+        known = not (config.latent or config.rising or (config.ragged and rows > of_unit))  # how many units a column has
+        if cut.fitted and known:
             grid = side_by_side, fitted(call.seqlens.shape[0] * -(-rows // of_unit) * heads_k // side_by_side, grid[1])
         numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
         alone = config.alone if cut.alone is None else cut.alone

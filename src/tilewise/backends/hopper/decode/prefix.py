@@ -46,7 +46,7 @@ def pays(call: DecodeCall) -> bool:
 
 
 def of(call: DecodeCall) -> Common:
-    """Scales of V, but for those of tokens, are for the call's own launch, which multiplies all of O."""
+    """The launch of the prefix. Scales of V, but for those of tokens, are for the call's own launch, which multiplies all of O."""
     q = call.q.reshape(1, -1, *call.q.shape[-2:])
     changed = {"q": q, "max_seqlen_q": q.shape[1], "cu_seqlens_q": None, "mask": Full(), "tree": None, "sink": None, "shared_prefix": 0}
     if call.v_scale is not None and call.v_scale.dim() < 2:
