@@ -302,6 +302,9 @@ def test_contenders_that_take_none_of_the_cells_have_no_rows_but_when_asked(tmp_
     assert {row.impl for row in load(tmp_path / "usual")} == {"tilewise"}
     assert grammar.main([*command, str(tmp_path / "asked"), "--impl", "tilewise,fa2"]) == 0
     assert {row.impl for row in load(tmp_path / "asked")} == {"tilewise", "fa2"}
+    monkeypatch.setattr("tilewise.cli.decoding.CONTENDERS", "fa2,flashinfer")
+    grammar.main([*command, str(tmp_path / "none")])
+    assert {row.impl for row in load(tmp_path / "none")} == {"fa2", "flashinfer"} and all(row.reason for row in load(tmp_path / "none"))
 
 
 def test_reports_draw_and_leave_out_what_charts_cannot_show(of_a_gpu, tmp_path):

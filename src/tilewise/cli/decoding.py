@@ -31,8 +31,8 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
         raise ValueError("ahead: the set decode compiles few kernels, as it comes to them; leave --ahead out")
     named, cells = ",".join(options.names) or options.impl, _chosen(options.only, device)
     impls = find(named or CONTENDERS)
-    if not named:
-        impls = [impl for impl in impls if any(not impl.why_not(cell, device) for cell in cells)]  # the others' rows would say nothing else
+    if not named:  # those that take none of the cells have no rows; where all are such, theirs say why
+        impls = [impl for impl in impls if any(not impl.why_not(cell, device) for cell in cells)] or impls
     part, parts = options.part
     if options.out:
         require_writable(options.out)
