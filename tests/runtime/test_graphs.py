@@ -52,6 +52,13 @@ def test_what_reads_in_8_bits(dim, dtype_v, reads, monkeypatch):
     assert graphs.reads(q, v, "Causal()", [], None) == reads
 
 
+def test_constants_are_marked_as_torch_marks_them():
+    """By an attribute that a later torch may call something else."""
+    theirs, own = (lambda: 0), (lambda: 0)
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(graphs._constant(own)) == vars(theirs)
+
+
 @pytest.mark.parametrize("lacking", ("", "another maker's GPU", "another GPU", "compiler and kernels"))
 def test_where_there_are_kernels(lacking, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
