@@ -7,8 +7,6 @@ no `a * score + b(batch, head, query, key)`, softcapped or not, is refused.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from tilewise.api import attention
 from tilewise.compat._refusals import answers
+from tilewise.compat.flex_held import Seen, held_by
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, merged, record, refs
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Bands, Full, Mask, PerHead
@@ -32,9 +31,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 LAYER = "tilewise.compat.flex.flex_attention"
-PLAIN = int, float, str, type(None)  # what a mod may hold besides tensors
-MOST_HELD = 64  # functions and objects that are looked into for it
-MOST_READ = 64  # numbers of a tensor that a mod is thought to read
 MOST_BIAS = 1 << 31  # numbers of a bias that a score_mod may be turned into
 
 
@@ -137,22 +133,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
             )
 
 
-class Seen(NamedTuple):
-    """A BlockMask's mask, for as long as what its mask_mod holds is the same, and the tensors among it are not written to."""
-
-    mod: Callable
-    sizes: tuple[int, int]
-    state: list[Any]
-    versions: list[tuple[Tensor, int | None]]
-    mask: Mask
-
-    def holds(self, mod: Callable, sizes: tuple[int, int], state: list[Any]) -> bool:
-        if self.mod is not mod or self.sizes != sizes or len(self.state) != len(state):
-            return False
-        same = all(a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b) for a, b in zip(self.state, state, strict=True))
-        return same and all(version is not None and _version(x) == version for x, version in self.versions)
-
-
 _SEEN: WeakKeyDictionary = WeakKeyDictionary()  # BlockMask -> Seen
 
 
@@ -163,7 +143,7 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
     """
     made_for = block_mask.kv_num_blocks.shape[:2]
     mod, sizes = block_mask.mask_mod, (max(batch, made_for[0]), max(heads, made_for[1]))
-    seen, state = _SEEN.get(block_mask), _state(mod)
+    seen, state = _SEEN.get(block_mask), held_by(mod)
     if seen is not None and seen.holds(mod, sizes, state):
         return seen.mask
     try:
@@ -183,59 +163,8 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Mask:
                     f"{LAYER}: mask_mod {how} on {letter}, but block_mask is made for {name} {had} and the call has {has}; make it for {name} {has}"
                 ) from None
         mask = from_flex(block_mask)
-    watched = captured + [x for x in state if isinstance(x, Tensor) and _may_be_read(x)]
-    _SEEN[block_mask] = Seen(mod, sizes, state, [(x, _version(x)) for x in watched], mask)
+    _SEEN[block_mask] = Seen.of(mod, sizes, state, captured, mask)
     return mask
-
-
-def _version(x: Tensor) -> int | None:
-    """None where torch does not count writes."""
-    return None if x.is_inference() else x._version
-
-
-def _may_be_read(x: Tensor) -> bool:
-    """Whether a mod may well decide by numbers of x that it reads itself, as by `x.item()`, which is no operation on its indices."""
-    return x.numel() <= MOST_READ and not (isinstance(x, torch.nn.Parameter) or x.is_inference())
-
-
-def _state(mod: Callable) -> list[Any]:
-    """The tensors and plain values that a function holds: in itself, in its objects and globals and in the functions among them, up to MOST_HELD of
-    these.
-    """
-    found, ahead, met = [], [mod], set()
-    for each in ahead:  # which grows: what is nearest comes first
-        if len(met) >= MOST_HELD:
-            break
-        if isinstance(each, (PLAIN, Tensor)):
-            found.append(each)
-            continue
-        if id(each) in met or isinstance(each, type | ModuleType):
-            continue
-        met.add(id(each))
-        if isinstance(each, list | tuple | dict | set | frozenset):
-            ahead += each.values() if isinstance(each, dict) else each
-        elif isinstance(each, partial):
-            ahead += [each.func, each.args, each.keywords]
-        elif isinstance(each, MethodType):
-            ahead += [each.__self__, each.__func__]
-        elif isinstance(each, FunctionType):
-            ahead += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
-            ahead += [each.__defaults__, each.__kwdefaults__]
-            ahead += _globals(each.__code__, each.__globals__)
-        elif hasattr(each, "__dict__") or hasattr(each, "__slots__"):
-            ahead += [getattr(each, "__dict__", None), getattr(type(each), "__call__", None)]  # noqa: B004 (what it holds is asked for)
-            slots = (getattr(kind, "__slots__", ()) for kind in type(each).__mro__)
-            ahead += [getattr(each, name, None) for names in slots for name in ((names,) if isinstance(names, str) else names)]
-    return found
-
-
-def _globals(code: CodeType, there: dict[str, Any]) -> list[Any]:
-    """The globals that a function and those within it name."""
-    found = [there[name] for name in code.co_names if name in there]
-    for within in code.co_consts:
-        if isinstance(within, CodeType):
-            found += _globals(within, there)
-    return found
 
 
 def _recognised(program: Program, block_mask: "BlockMask", batch: int, heads: int) -> Mask:
