@@ -162,9 +162,9 @@ def test_what_a_kernel_is_given(name, cached, monkeypatch, tmp_path):
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     q = heads(2, 100, 64)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     try:
         with pytest.raises(ValueError, match="Mismatched Tensor on argument #0.*device_type=cuda"):
             RUNGS[name].run(q, q, q, causal=False, scale=1.0)
     finally:
-        jit.compiled.cache_clear()
+        jit._compiled.cache_clear()

@@ -45,6 +45,6 @@ def kept(tmp_path, monkeypatch, exported) -> Path:
     """The folder of an empty cache."""
     monkeypatch.setenv("TILEWISE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TILEWISE_CACHE", raising=False)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     yield cache.folder()
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()

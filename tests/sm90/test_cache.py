@@ -44,7 +44,7 @@ def path(kept, small) -> Path:
 def test_the_second_process_does_not_compile(kept, small, builds, path):
     first = jit.compiled(*small)
     assert jit.compiled(*small) is first and len(builds) == 1
-    jit.compiled.cache_clear()  # as in another process
+    jit._compiled.cache_clear()  # as in another process
     assert "launch(tensors" in said_by(jit.compiled(*small)) and len(builds) == 1
     assert list(path.parent.iterdir()) == [path] and cache.entries() == [path]
 
@@ -82,7 +82,7 @@ def test_a_damaged_entry_is_replaced(spoil, kept, small, builds, path):
     right = path.read_bytes()
     path.unlink()  # a new file, as what is loaded must not change
     path.write_bytes(spoil(right))
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     assert cache.load(path) is None
     assert "launch(tensors" in said_by(jit.compiled(*small)) and len(builds) == 2
     assert path.read_bytes() == right
@@ -187,7 +187,7 @@ def test_a_folder_without_the_right_to_write(tmp_path, kept, small, builds, expo
 
 def test_entries_of_a_folder_that_became_read_only_are_used(kept, small, builds, path, monkeypatch):
     jit.compiled(*small)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
 
     def refuse(*_):
         raise PermissionError("read-only")
@@ -281,13 +281,13 @@ def refused(monkeypatch):
 @pytest.mark.parametrize("level", ["folder", "version", "ahead"])
 def test_a_folder_that_others_may_write_to_is_not_used(level, kept, small, builds, path, monkeypatch, exported):
     jit.compiled(*small)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     open_to_all = {"folder": kept, "version": path.parent, "ahead": kept.parent}[level]
     open_to_all.chmod(0o777)
     right = path.read_bytes()
     with refused(monkeypatch) as said:
         assert jit.compiled(*small) is exported  # in memory
-        jit.compiled.cache_clear()
+        jit._compiled.cache_clear()
         assert jit.compiled(*small) is exported
     assert len(said) == 1 and str(said[0].message).startswith(f"{open_to_all} can be written to by everybody")
     assert path.read_bytes() == right and len(builds) == 3
@@ -298,7 +298,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(level, kept, small, build
 @pytest.mark.skipif(os.name != "posix", reason="users own files on POSIX systems")
 def test_an_entry_that_others_may_write_to_is_replaced(kept, small, builds, path, monkeypatch):
     jit.compiled(*small)
-    jit.compiled.cache_clear()
+    jit._compiled.cache_clear()
     path.chmod(0o666)
     with refused(monkeypatch) as said:
         assert "launch(tensors" in said_by(jit.compiled(*small))

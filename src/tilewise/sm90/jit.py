@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tilewise.sm90 import cache, lock
+from tilewise.sm90.room import make_room
 
 ARCH = "sm_90a"
 BYTES = 16  # at whose multiples the copy engine and wide reads start
@@ -42,14 +43,28 @@ def arch() -> str:
     return os.environ.get("CUTE_DSL_ARCH") or ARCH
 
 
-@functools.cache
 def compiled(launch, arguments, config, options: str = ""):
     """`launch` for `config`, as a function of torch tensors and numbers that runs on torch's current stream.
 
     `launch` is a function of the DSL, or "module:function": so named it is not imported, nor is the DSL, where the compiled kernel is on disk
     (cache.py). `arguments(config)` gives stand-ins for what comes before the config: `tensor(...)`, Int32(0), Float32(0.0). With `options`
     for the compiler it is compiled afresh.
+
+    Raises torch.OutOfMemoryError where the current GPU has no memory for its code.
     """
+    kernel = _compiled(launch, arguments, config, options)
+    first = id(kernel), torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    if first not in _LAUNCHED:
+        make_room()
+        _LAUNCHED.add(first)
+    return kernel
+
+
+_LAUNCHED: set[tuple] = set()  # kernels and GPUs
+
+
+@functools.cache
+def _compiled(launch, arguments, config, options: str):
     name = launch if isinstance(launch, str) else f"{launch.__module__}:{launch.__qualname__}"
     entry = None if options else cache.entry(name, config, arch())
     if entry is None:
