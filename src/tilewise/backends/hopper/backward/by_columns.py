@@ -26,12 +26,12 @@ from tilewise.backends.hopper.backward.tiles import (
     Mma,
     Pipes,
     Smem,
-    add_to_rows,
     add_vectors,
     hide,
     per_query,
     place_of_sum,
     probabilities,
+    subtract_delta,
     transposed,
 )
 from tilewise.backends.hopper.operands import Band, Draw
@@ -39,6 +39,7 @@ from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
     Constexpr,
+    Float16,
     Float32,
     Int32,
     arch,
@@ -248,11 +249,10 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
     else:
         statistics = per_query(tile.statistics, state.index)
         if const_expr(not config.dropout):
-            add_to_rows(tile.acc_S, statistics)
+            subtract_delta(tile.acc_S, statistics, config)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
-        P = cute.make_rmem_tensor(shape, tile.tOut.element_type)
-        cute.copy(tile.load, tile.tIn[None, None, None, state.index], tile.load.get_slice(0).retile(P))
-        differentiate(tile.acc_S, P, statistics, tile.thread.changes.draw, config)
+        factor = received(tile, state.index)
+        differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -261,20 +261,29 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
+def received(tile: Tile, stage: Int32) -> cute.Tensor:
+    """The factor of dP - delta, fp16, that the first warpgroup left in shared memory, whose elements are called by the inputs' dtype."""
+    words = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+    cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(words))
+    return cute.recast_tensor(words, Float16)
+
+
+@cute.jit
 def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Tensor, draw: Draw | None, config: Constexpr[Config]):
-    """dP, from which delta is subtracted already unless there is dropout, becomes dS, but for Draw.rest. factor: as `weights` has left it."""
+    """dP, which is `subtract_delta`'s already unless there is dropout, becomes dS, but for Draw.rest. factor: as `weights` has left it."""
     for i in range_constexpr(cute.size(acc_dP)):
         p = factor[i].to(Float32)
         if const_expr(config.dropout):
             p, kept = dropout.from_sign(p, dropout.lift_of(draw, config))
             acc_dP[i] = acc_dP[i] * kept + minus_delta[dropout.row_and_column(i)[1]]
-        acc_dP[i] *= reduced(p, config)
+            p *= 1.0 / config.enlarged
+        acc_dP[i] *= p
 
 
 @cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
-    """S becomes P, rounded and enlarged; a factor of dP - delta that is not the rounded P goes to shared memory, enlarged too, and with dropout
-    negative where it drops.
+    """S becomes P, enlarged and rounded; a factor of dP - delta that is not the rounded P goes to shared memory in fp16, enlarged too, and with
+    dropout negative where it drops.
     """
     lse, m0, bits = changed.lse_of(tile.statistics, stage, config), Int32(0), None
     if const_expr(config.modified or config.dropout):
@@ -286,9 +295,8 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
         hide_in(tile, stage, place, walk, -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, bits, config)
     else:
-        if const_expr(config.enlarged != 1.0):
-            for c in range_constexpr(cute.size(lse)):
-                lse[c] -= math.log2(config.enlarged)
+        for c in range_constexpr(cute.size(lse)):
+            lse[c] -= math.log2(config.enlarged)
         probabilities(tile.acc_S, lse, tile.scale_log2)
         hide_in(tile, stage, place, walk, 0.0, config)
         if const_expr(config.dropout):
@@ -296,19 +304,15 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
         else:
             fragments.round_into(rounded, tile.acc_S)
     if const_expr(config.own_factor):
-        factor = cute.make_rmem_tensor_like(rounded)
+        factor = cute.make_rmem_tensor(rounded.layout, Float16)
         for i in range_constexpr(cute.size(tile.acc_S)):
             if const_expr(config.modified):  # otherwise it is enlarged
-                tile.acc_S[i] = changed.enlarge(tile.acc_S[i], config)
+                tile.acc_S[i] *= config.enlarged
             if const_expr(config.dropout):
                 tile.acc_S[i] = dropout.with_sign(tile.acc_S[i], dropout.in_columns(bits, i))
         fragments.round_into(factor, tile.acc_S)
-        cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
-
-
-def reduced(p: Float32, config: Config) -> Float32:
-    """What was enlarged before it was rounded."""
-    return p * (1.0 / config.enlarged) if const_expr(config.enlarged != 1.0) else p
+        words = cute.recast_tensor(factor, rounded.element_type)
+        cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(words), tile.tFactor[None, None, None, stage])
 
 
 @cute.jit
@@ -385,11 +389,10 @@ def step_apart(
         statistics = per_query(tile.statistics, stage)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         issue_dV(tile, stage)
-        P = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
-        cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(P))
+        factor = received(tile, stage)
         if const_expr(not config.dropout):
-            add_to_rows(tile.acc_S, statistics)
-        differentiate(tile.acc_S, P, statistics, tile.thread.changes.draw, config)
+            subtract_delta(tile.acc_S, statistics, config)
+        differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

@@ -189,6 +189,19 @@ def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
 
 
 @cute.jit
+def subtract_delta(acc_dP: cute.Tensor, minus_delta: cute.Tensor, config: Constexpr[Config]):
+    """dP becomes dP - delta, reduced as much as the factor by which it is then multiplied is enlarged: one instruction each."""
+    if const_expr(config.enlarged != 1.0):
+        rows, least = fragments.by_rows(acc_dP), 1.0 / config.enlarged
+        for c in range_constexpr(cute.size(rows, mode=[1])):
+            reduced = minus_delta[c] * least
+            for r in range_constexpr(fragments.ROWS):
+                rows[r, c] = rows[r, c] * least + reduced
+    else:
+        add_to_rows(acc_dP, minus_delta)
+
+
+@cute.jit
 def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
     """Whether the query of a column sees the key of row r."""
     if const_expr(config.sees == "all"):
