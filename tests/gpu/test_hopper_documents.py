@@ -119,3 +119,18 @@ def test_bad_cu_seqlens_are_named(wrong):
     for empty in (slice(None), slice(0)):
         with pytest.raises(ShapeError, match="cu_seqlens"):
             tw.attention_varlen(q, k[empty], v[empty], cu, cu)
+
+
+def test_long_documents_have_the_bits_of_short_ones():
+    """Thread blocks in pairs take them, alone, beside short ones, and where the host knows the lengths or has not looked."""
+    lengths = [4000, 30, 5, 3200]
+    ends = cumulated(lengths)
+    q, k, v, cu_q, cu_k = tensors(ends, ends, ends[-1], ends[-1])
+    together = tw.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True)
+    known = tw.attention(q[None], k[None], v[None], mask=Documents(ends, inner=Causal()), return_lse=True)
+    assert all(torch.equal(one, other[0]) for one, other in zip(together, known, strict=True))
+    for begin, length in zip(ends, lengths, strict=False):
+        own = (x[begin : begin + length] for x in (q, k, v))
+        alone = tw.attention_varlen(*own, *(torch.tensor([0, length], device="cuda"),) * 2, causal=True, return_lse=True)
+        assert torch.equal(alone[0], together[0][begin : begin + length])
+        assert torch.equal(alone[1], together[1][:, begin : begin + length])

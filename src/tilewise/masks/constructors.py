@@ -227,6 +227,10 @@ class Unread(Mask):
         check_lengths(self.cu_seqlens_q, self.cu_seqlens_k, seqlen_q, seqlen_k)
         self._check_used()
 
+    def longest(self) -> int:
+        """Queries of the longest document as the tensor was when it was last checked; 0 where it never was."""
+        return _ENDS.get(self.cu_seqlens_q, (None, 0, 0))[2]
+
     def _check_used(self) -> None:
         """Raise ShapeError unless as many keys as are used are there; read once, and again after a write."""
         if self.seqused_k is None:
@@ -268,10 +272,16 @@ def check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seq
             check_fits(f"Documents: cu_seqlens_{axis}", end, f"seqlen_{axis}", np.array([seqlen]))
 
 
-_ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cu_seqlens -> (their version and address when they were read, the last one)
+# cu_seqlens -> (their version and address when they were read, the last one, the longest document's length)
+_ENDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _USED: WeakTensorKeyDictionary = (
     WeakTensorKeyDictionary()
 )  # seqused_k -> the versions and addresses of it and of cu_seqlens_k when it was right
+
+
+def longest_of(cu_seqlens: Iterable[int]) -> int:
+    """The longest document's length."""
+    return max((end - start for start, end in pairwise(cu_seqlens)), default=0)
 
 
 def _version(tensor: Tensor) -> tuple[int, int] | None:
@@ -290,11 +300,12 @@ def _last(name: str, tensor: Tensor) -> int:
     if latest() is tensor and seen == (tensor._version, tensor.data_ptr()):
         return end
     version = _version(tensor)
-    seen, end = _ENDS.get(tensor, (None, 0))
+    seen, end, _ = _ENDS.get(tensor, (None, 0, 0))
     if version is None or seen != version:
-        end = cu_seqlens(name, tensor)[-1]
+        ends = cu_seqlens(name, tensor)
+        end = ends[-1]
         if version is not None:
-            _ENDS[tensor] = version, end
+            _ENDS[tensor] = version, end, longest_of(ends)
     if version is not None:
         _LATEST[name] = weakref.ref(tensor), version, end
     return end

@@ -4,7 +4,6 @@ Tiles of queries straddle documents, so documents shorter than a tile share one.
 sees `[max(k0, row + lo), min(k1, row + hi + 1))`, with the diagonals through the document's bottom right and top left corners.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import FAR
 from tilewise.masks import Causal, Documents, SlidingWindow, Unread
+from tilewise.masks.constructors import longest_of
 from tilewise.masks.mask import Combined, Full, Mask
 
 
@@ -46,9 +46,10 @@ def _aligned(align: str, lo: int, hi: int) -> Offsets:
     return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
 
 
-def longest(mask: Documents | Unread) -> int:
-    """Queries of the longest document; 0 where only the device knows."""
-    return max((end - start for start, end in itertools.pairwise(mask.cu_seqlens_q)), default=0) if isinstance(mask, Documents) else 0
+def longest_walk(mask: Documents | Unread) -> int:
+    """Keys that a query sees at most, about: those of the longest document, or of its window; 0 where only the device knows."""
+    lo, hi, *_ = offsets(mask.inner)
+    return min(longest_of(mask.cu_seqlens_q) if isinstance(mask, Documents) else mask.longest(), hi - lo + 1)
 
 
 def by_rows(mask: Mask) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.forward.plan import _section, config_of
-from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, SlidingWindow, Unread
 from tilewise.problem import Call
 
 MULTIPROCESSORS = 132
@@ -101,3 +101,24 @@ def test_whole_groups_of_heads(sizes):
 def test_masks_without_an_order():
     assert _section(*made(mask=Full())) == 1
     assert _section(*made(seqlen=32768, mask=Documents((0, 24576, 32768), inner=Causal()))) == 2
+
+
+def test_documents_are_taken_in_pairs_of_thread_blocks_where_walks_are_long():
+    """Windows count, and lengths that were left on their device do once they have been checked."""
+    x = torch.empty((1, 8192, 4, 128), dtype=torch.bfloat16, device="meta")
+    ends = torch.tensor([0, 4096, 8192])
+
+    def cluster(mask):
+        return config_of(Call(q=x, k=x, v=x, mask=mask, scale=1.0)).cluster
+
+    unread = Unread(ends, ends, CAUSAL)
+    assert cluster(unread) == 1
+    unread.check(8192, 8192)
+    assert cluster(unread) == 2
+    assert [cluster(Documents(ends, inner=inner)) for inner in (CAUSAL, Full(), SlidingWindow(4000, 0), SlidingWindow(1023, 0))] == [
+        2,
+        2,
+        2,
+        1,
+    ]
+    assert cluster(Documents([0, 3000, 5000, 8000], inner=CAUSAL)) == 1

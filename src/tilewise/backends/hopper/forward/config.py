@@ -141,7 +141,9 @@ def pairs(**fields) -> tuple[Choice, ...]:
 #   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
 # (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2
 #   and fwd-2): 460 / 488 at 1k, 584 / 594 at 2k, 666 / 659 at 4k, 681 / 654 at 8k, 711 / 676 at 16k; windows of 1,024 526 / 560, of 4,096 674 / 661.
-#   Documents, 192 queries and 80 keys a tile against 128: one long document 672 / 637, Zipf's lengths 497 / 552, all of 1,024 400 / 489.
+#   Documents, H100, 2026-11-26 (documents-in-pairs-h100.jsonl), in pairs and single: 16k and 16 of 1k 710 / 676, 8 of 8k 675 / 648, 4 of 4k
+#   646 / 628, but 200 to 3,000 tokens 499 / 520, all of 1,024 413 / 426. 192 queries and 80 keys a tile: 8 of 8k 652, 60k and 100 short ones
+#   696 (694 / 655).
 #   Without turns (lab notes, the second round): full 700 / 682 at 8k, 675 / 656 at 16k. Third round: causal 642 / 623 at 16k, windows 628 / 610.
 # (256, 256): O rescaled late: full 748 / 696, causal 640 / 613 at 8k; at (128, 128) late loses 7 % causal.
 #   tile_n 64, with memory for half of O (lab notes, the second round): full 533 / 498 at 512, 632 / 646 at 1k; causal 340 / 299 at 512,
@@ -149,7 +151,9 @@ def pairs(**fields) -> tuple[Choice, ...]:
 # (192, 128): late: full 697 / 663; causal, third round: 694 / 703 at 8k, 687 with turns; fourth, pairs: 746 / 720.
 # (192, 192): tile_n 112 with intervals would spill 24 bytes.
 # Short sequences under full masks, H100, 2026-11-26 (short-tiles-h100.jsonl), ms: (64, 64), 197 tokens 0.101 with 192 queries a tile, 0.086 with 64;
-#   257: 0.056 / 0.046; but 577: 0.139 / 0.142, 1,024: 0.157 / 0.170. (96, 96): at 72, 729 tokens 0.172 with 128 queries, 0.129 with 192; at 80,
+#   257: 0.056 / 0.046; but 577: 0.139 / 0.142, 1,024: 0.157 / 0.170. 192 and 96 keys, against 64 and 96 (short-tiles-few-keys-h100.jsonl): 4,096 on
+#   77 0.0448 / 0.0481, at head_dim 40 0.0382 / 0.0508; 192 on 96 0.0382 / 0.0426; but 257: 0.0473 / 0.0444.
+#   (96, 96): at 72, 729 tokens 0.172 with 128 queries, 0.129 with 192; at 80,
 #   257: 0.073 / 0.063, 4,096: 0.342 / 0.322, but 577: 0.169 / 0.194. (128, 128) without pairs: 384: 0.062 / 0.054,
 #   577: 0.113 / 0.101, 256: 0.058 / 0.056. (192, 192), 80 keys, with memory for O, against 112: 256: 0.055 / 0.049, 1,024: 0.096 / 0.090,
 #   4,096 on 77: 0.108 / 0.076; pairs with turns: 8,192: 1.062 / 1.028.
@@ -158,6 +162,7 @@ def pairs(**fields) -> tuple[Choice, ...]:
 TILES = {
     (64, 64): {
         "all": (*any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+                Choice(fields=step(tile_m=192, tile_n=96, q_stages=2, kv_stages=3, pingpong=True), cost=1.08),
                 Choice(fields=step(tile_m=64, tile_n=96, q_stages=2, blocks=3), cost=1.17),
                 Choice(fields=step(tile_m=64, tile_n=64, q_stages=2, kv_stages=3, blocks=3), cost=1.28)),
         "causal": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
@@ -182,7 +187,8 @@ TILES = {
                   *any_length(tile_m=128, tile_n=128, cluster=2)),
         "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                      *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
-        "rows": (Choice(most_queries=16384, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}), *any_length(tile_m=192, tile_n=80)),
+        "rows": (Choice(most_queries=3072, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+                 *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
         "runs": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {

@@ -65,7 +65,7 @@ def config_of(call: Call) -> Config:
 def _queries(call: Call, sees: str) -> int:
     """Of a sequence, or of what it consists of, as `config.Choice` counts them."""
     if sees == "rows":
-        return documents.longest(call.mask)
+        return documents.longest_walk(call.mask)
     if sees == "interval":
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         return min(call.seqlen_q, hi - lo + 1)
