@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, Slices, SlidingWindow
 
@@ -60,8 +59,7 @@ class Axes:
     def step(self, function: Callable, args: tuple, kwargs: dict) -> "Value | Mask":
         """What a step gives for operands that are values, masks, captured tensors and numbers."""
         kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
-        operands: list[Value | Mask] = []
-        _each((args, kwargs), lambda x: operands.append(x) if isinstance(x, Value | Mask) else None)
+        operands = leaves((args, kwargs), Value | Mask)
         if function in SAME and isinstance(args[0], Mask) and kwargs.get("dtype") in (None, torch.bool):
             return args[0]
         name = function.overloadpacket.__name__
@@ -71,7 +69,7 @@ class Axes:
                 raise Unrecognised(f"brings query and key together by {function} with {sorted(kwargs) or 'other arguments than indices'}")
             return self._together(name, [x if isinstance(x, Value | Mask) else Value(None, _one(x)) for x in args])
         try:
-            numbers = function(*_map(args, _numbers), **_map(kwargs, _numbers))
+            numbers = function(*mapped(args, _numbers), **mapped(kwargs, _numbers))
         except Exception as error:  # an index out of range, most of all
             raise Unrecognised(f"cannot be followed: {function}: {error}") from error
         return self._value(next(iter(axes), None), numbers)
@@ -208,12 +206,19 @@ class Axes:
         return Causal(*align) if (lo, hi) == (None, 0) else SlidingWindow(None if lo is None else -lo, hi, *align)
 
 
-def _map(tree: Any, change: Callable) -> Any:
-    return tree_map(change, tree, is_leaf=lambda x: isinstance(x, Value | Mask))
+def mapped(tree: Any, change: Callable) -> Any:
+    """An operator's arguments, plain tuples, lists and dicts of leaves, with `change` done to each leaf. A tenth of what pytree's takes."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return kind([mapped(x, change) for x in tree])
+    return {name: mapped(x, change) for name, x in tree.items()} if kind is dict else change(tree)
 
 
-def _each(tree: Any, look: Callable) -> None:
-    _map(tree, look)
+def leaves(tree: Any, kind: Any) -> list:
+    """The leaves of an operator's arguments that are of a kind."""
+    found: list = []
+    mapped(tree, lambda x: found.append(x) if isinstance(x, kind) else None)
+    return found
 
 
 def _numbers(x: Any) -> Any:

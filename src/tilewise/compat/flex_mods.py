@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from tilewise.compat.flex_axes import SAME, Axes, Unrecognised, Value, held
+from tilewise.compat.flex_axes import SAME, Axes, Unrecognised, Value, held, leaves, mapped
 from tilewise.errors import check_capture
 from tilewise.masks import Mask, PerHead
 from tilewise.masks.bitmap import Bitmap
@@ -43,12 +42,19 @@ class Ref(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One aten operation; tensors of the program are `Ref`s, all others are captured. `extra` is what `extra_dims` says of it."""
+    """One aten operation; tensors of the program are `Ref`s, all others are captured. `extra` is what `extra_dims` says of it, `writes` what
+    `_writes` said of the captured ones when it ran.
+    """
 
     function: Callable
     args: tuple
     kwargs: dict
     extra: int | None = 0
+    writes: int = 0
+
+    def arguments(self, tensors: dict) -> tuple[tuple, dict]:
+        """args and kwargs with tensors in the place of `Ref`s."""
+        return tuple(mapped(tree, lambda x: tensors[x.at] if isinstance(x, Ref) else x) for tree in (self.args, self.kwargs))
 
 
 class Tracer(Tensor):
@@ -79,13 +85,14 @@ class Tracer(Tensor):
             raise Unrecognised(f"writes to a tensor ({function})")
         if torch.Tag.nondeterministic_seeded in function.tags:
             raise Unrecognised(f"draws random numbers ({function})")
-        traced: list[Tracer] = []
-        tree_map(lambda x: traced.append(x) if isinstance(x, Tracer) else None, (args, kwargs))
-        result = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        tensors = leaves((args, kwargs), Tensor)
+        traced = [x for x in tensors if isinstance(x, Tracer)]
+        result = function(*mapped(args, _inner), **mapped(kwargs, _inner))
         if not isinstance(result, Tensor):
             raise Unrecognised(f"calls {function}, which gives no single tensor")
         steps = traced[0].steps
-        steps.append(Step(function, tree_map(_ref, args), tree_map(_ref, kwargs), extra_dims(function, args, traced, result)))
+        extra = extra_dims(function, args, traced, result)
+        steps.append(Step(function, mapped(args, _ref), mapped(kwargs, _ref), extra, _writes(tensors)))
         return Tracer(result, steps, len(steps) - 1)
 
 
@@ -95,8 +102,7 @@ def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Te
     A row of a captured table has one, and a sum over its last dimension takes it away.
     """
     extra, found = {max(x.dim() - 1, 0) for x in traced}, max(result.dim() - 1, 0)
-    captured: list[Tensor] = []
-    tree_map(lambda x: captured.append(x) if isinstance(x, Tensor) and not isinstance(x, Tracer) else None, args)
+    captured = [x for x in leaves(args, Tensor) if not isinstance(x, Tracer)]
     if function is aten.index.Tensor:
         table, places = args
         whole = not isinstance(table, Tracer) and extra == {0}
@@ -112,6 +118,11 @@ def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Te
     if function in BY_ELEMENT or torch.Tag.pointwise in function.tags or function.name() == APPROXIMATE:
         return found if extra == {found} and all(x.dim() <= found for x in captured) else None
     return None
+
+
+def _writes(tensors: Iterable[Tensor]) -> int:
+    """How often torch's operators wrote to the captured ones among these."""
+    return sum(x._version for x in tensors if not isinstance(x, Tracer) and not x.is_inference())
 
 
 def _is_place(index: Any) -> bool:
@@ -137,10 +148,7 @@ class Program:
 
     def captured(self) -> list[Tensor]:
         """The tensors that the mod brings along."""
-        found: list[Tensor] = []
-        for step in self.steps:
-            _visit((step.args, step.kwargs), lambda x: found.append(x) if isinstance(x, Tensor) else None)
-        return found
+        return [x for step in self.steps for x in leaves((step.args, step.kwargs), Tensor)]
 
     def uses(self, result: Any = None) -> set[str]:
         """The inputs that the result (default: the program's) depends on."""
@@ -183,10 +191,7 @@ class Program:
             step = self.steps[number]
             if step.extra != 0:
                 raise Unrecognised(f"is not one number from step to step ({step.function})")
-            args, kwargs = (
-                tree_map(lambda x: tensors[x.at] if isinstance(x, Ref) else x, x, is_leaf=_is_ref) for x in (step.args, step.kwargs)
-            )
-            tensors[number] = axes.step(step.function, args, kwargs)
+            tensors[number] = axes.step(step.function, *step.arguments(tensors))
         return tensors[result.at]
 
     def needed(self, result: Ref) -> set[int]:
@@ -200,19 +205,9 @@ class Program:
         return needed
 
 
-def _is_ref(x: Any) -> bool:
-    return isinstance(x, Ref)
-
-
-def _visit(tree: Any, look: Callable) -> None:
-    tree_map(look, tree, is_leaf=_is_ref)
-
-
 def refs(step: Step) -> list[Ref]:
     """The tensors of the program that a step reads."""
-    found: list[Ref] = []
-    _visit((step.args, step.kwargs), lambda x: found.append(x) if isinstance(x, Ref) else None)
-    return found
+    return leaves((step.args, step.kwargs), Ref)
 
 
 SIMPLE = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format  # repr says all of these
@@ -257,6 +252,8 @@ def record(mod: Callable, device: torch.device, score: torch.dtype | None = None
             raise
         except Exception as error:  # whatever a stranger's function raises on stand-ins
             raise Unrecognised(f"cannot be followed: {type(error).__name__}: {error}") from error
+    if any(step.writes != _writes(leaves((step.args, step.kwargs), Tensor)) for step in steps):
+        raise Unrecognised("writes to a tensor that it has read")
     return Program(tuple(steps), _ref(result))
 
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from tilewise.compat.flex_axes import mapped
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, pairs_of, record, refs
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Full, Mask
@@ -170,7 +170,7 @@ def _without_score(program: Program) -> Program:
             if step.function.overloadpacket.__name__ in ("where", "masked_fill"):
                 shown = next(x for x in step.args if isinstance(x, Ref) and x.at in on_score)
                 step = Step(aten.clone.default, (shown,), {}, step.extra)
-        args, kwargs = (tree_map(_zero, x, is_leaf=lambda x: isinstance(x, Ref)) for x in (step.args, step.kwargs))
+        args, kwargs = (mapped(x, _zero) for x in (step.args, step.kwargs))
         steps.append(step._replace(args=args, kwargs=kwargs))
     return Program(tuple(steps), program.result)
 
@@ -202,10 +202,7 @@ def bias_of(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     try:
         for number, step in enumerate(program.steps):
-            args, kwargs = (
-                tree_map(lambda x: tensors[x.at] if isinstance(x, Ref) else x, each, is_leaf=lambda x: isinstance(x, Ref))
-                for each in (step.args, step.kwargs)
-            )
+            args, kwargs = step.arguments(tensors)
             tensors[number] = step.function(*_tensors(args, dtype, query.device), **kwargs)
         bias = tensors[program.result.at].to(dtype)
         return bias.expand(*torch.broadcast_shapes(bias.shape, (1, 1, 1, seqlen_k))).contiguous()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EMPTY_TILE, FULL_TILE = 0, 1  # the first two bit tiles of `to_flex`'s mask_mod
 NOT_LISTED, PARTIAL, WHOLE = range(3)  # what the lists of a BlockMask say of a block
-PAIRS_A_CALL = 1 << 22  # of mask_mod
+PAIRS_A_CALL = 1 << 20  # of mask_mod
 STRIP_BYTES = 1 << 26  # of rows of blocks that are filled together
 
 
