@@ -318,6 +318,19 @@ def test_freezing_takes_the_mask_of_now(monkeypatch):
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=made), torchs.flex_attention(q, k, v, block_mask=made))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_around_it_sees_changes(monkeypatch):
+    made = create_block_mask(window(lambda: Config.window), None, None, N, N, device="cpu")
+    q, k, v = tensors()
+    whole = torch.compile(lambda q: flex_attention(q * 2, k, v, block_mask=made) + 1, backend="eager")
+    masked = torch.compile(lambda q: flex.attention(*(x.transpose(1, 2) for x in (q * 2, k, v)), mask=mask_of(made)), backend="eager")
+    for left in (OLD, NEW):
+        monkeypatch.setattr(Config, "window", left)
+        expected = torchs.flex_attention(q * 2, k, v, block_mask=made)
+        torch.testing.assert_close(whole(q), expected + 1, atol=1e-11, rtol=1e-11)
+        torch.testing.assert_close(masked(q).transpose(1, 2), expected, atol=1e-11, rtol=1e-11)
+
+
 def of_the_mask(layer):
     made = create_block_mask(lambda b, h, q, k: layer.mod(b, h, q, k), None, None, N, N, device="cpu")
     return lambda x: flex_attention(x, x, x, block_mask=made)
@@ -365,7 +378,5 @@ def test_modules_are_freed(use):
             o.sum().backward()
         seen += [weakref.ref(layer), weakref.ref(layer.ids), weakref.ref(layer.weight)]
         del layer, o
-    if use is compiled:
-        torch._dynamo.reset()
     gc.collect()
     assert sum(each() is not None for each in seen) == 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LAYER = "tilewise.compat.flex.flex_attention"
 NOT_TRACED = (
-    "flex_attention cannot be traced, because it reads block_mask and runs mask_mod; torch.compile without fullgraph=True calls it between graphs "
+    "this cannot be traced, because it reads block_mask and runs mask_mod; torch.compile without fullgraph=True calls it between graphs "
     "(or trace tilewise.attention(mask=tilewise.compat.flex.mask_of(block_mask)), with a mask made before)"
 )
 
@@ -140,6 +140,7 @@ class Kept(NamedTuple):
 _KEPT: WeakKeyDictionary = WeakKeyDictionary()  # BlockMask -> Kept
 
 
+@torch.compiler.disable(reason=NOT_TRACED)
 def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: bool = False) -> Mask:
     """A BlockMask as a mask for `tilewise.attention`: bands where its mask_mod is recognised, else bits.
 
