@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, create_mask
 from torch_operators import normal
 
+import tilewise as tw
 from tilewise.compat import flex
 from tilewise.compat.flex import flex_attention, mask_of
 
@@ -297,6 +298,33 @@ def test_a_number_of_another_type_is_another(monkeypatch):
     first = mask_of(made)
     monkeypatch.setattr(Config, "window", 2.0)
     assert mask_of(made) is not first
+
+
+ASKING = {"dim": torch.Tensor.dim, "ndim": lambda q: q.ndim, "shape": lambda q: len(q.shape), "size": lambda q: len(q.size())}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+def test_a_mod_that_asks_for_shapes_sees_torchs(ask, monkeypatch):
+    """An index has no dimension; the stand-ins have one."""
+    made = create_block_mask(lambda b, h, q, k: (q - k).abs() <= Config.window - 20 * ask(q), None, None, N, N, device="cpu")
+    for left in (9, 3):
+        monkeypatch.setattr(Config, "window", left)
+        assert torch.equal(mask_of(made).dense(N, N).reshape(N, N), tw.SlidingWindow(left, left).dense(N, N))
+
+
+def written_after_it_was_read(b, h, q, k):
+    SCRATCH.copy_(FIRST)
+    one = SCRATCH[q]
+    SCRATCH.copy_(SECOND)
+    return one == SCRATCH[k]
+
+
+SCRATCH, FIRST, SECOND = torch.zeros(N), torch.arange(N) // 9, torch.arange(N) // 5
+
+
+def test_a_mod_that_writes_to_what_it_has_read():
+    made = create_block_mask(written_after_it_was_read, None, None, N, N, device="cpu")
+    assert torch.equal(mask_of(made).dense(N, N).reshape(N, N), FIRST[:, None] == SECOND)
 
 
 def test_a_frozen_mask_stays(monkeypatch):

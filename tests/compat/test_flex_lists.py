@@ -6,6 +6,7 @@ from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 from torch_operators import normal
 
+import tilewise as tw
 from tilewise.compat.flex import flex_attention, mask_of
 from tilewise.errors import ShapeError
 
@@ -123,6 +124,15 @@ def test_lists_that_do_not_fit_are_refused(made, message):
     q = torch.zeros(1, 1, 16, 8)
     with pytest.raises(ShapeError, match=message):
         flex_attention(q, q, q, block_mask=made)
+
+
+def test_another_batch_is_refused():
+    made = BlockMask.from_kv_blocks(*as_lists(torch.ones(3, 1, 2, 2, dtype=torch.bool)), BLOCK_SIZE=8)
+    assert mask_of(made) == mask_of(made, 3, 2) == tw.Full()
+    with pytest.raises(ShapeError, match="block_mask is made for batch 3, but batch is 4; they must agree, or one of them be 1"):
+        mask_of(made, 4)
+    with pytest.raises(ValueError, match="heads must be an integer, 1 or more, got 0"):
+        mask_of(made, 3, 0)
 
 
 def test_what_is_no_block_mask_and_what_gives_no_bool_are_refused():

@@ -21,7 +21,7 @@ from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Bands, Mask
 from tilewise.masks.band_tables import expand
 from tilewise.masks.bitmap import Bitmap
-from tilewise.masks.flex import NOT_LISTED, PARTIAL, WHOLE, check_block_mask, from_flex, listed_blocks, lists_extent
+from tilewise.masks.flex import NOT_LISTED, PARTIAL, WHOLE, check_block_mask, from_flex, listed_blocks, lists_extent, mask_extent
 from tilewise.masks.tiles import FULL, lower
 
 if TYPE_CHECKING:
@@ -156,12 +156,11 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
             what it means are not seen. For another batch or heads the mask is made at the first call with these. Capturing a CUDA graph needs it.
 
     Raises:
-        ShapeError: block_mask is no BlockMask, or its lists do not fit its lengths.
+        ShapeError: block_mask is no BlockMask, is made for another batch or heads, or its lists do not fit its lengths.
         UnsupportedError: its mask has no bands and more than 65536 x 65536 pairs, or a CUDA graph is being captured.
     """
     check_block_mask(block_mask)
-    made_for = lists_extent(block_mask)
-    sizes = max(batch, made_for[0]), max(heads, made_for[1])
+    sizes = mask_extent(block_mask, batch, heads)
     kept = _KEPT.get(block_mask, Kept(False, {}))
     before, mask = kept.masks.get(sizes, (None, None))
     if kept.frozen and mask is not None:

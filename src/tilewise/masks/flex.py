@@ -32,7 +32,8 @@ def from_flex(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Packed
         batch, heads: of the query, where mask_mod depends on them and the lists are made for 1, which stands for all.
 
     Raises:
-        ShapeError: `block_mask` is no BlockMask, its lists do not fit its lengths, or its mask_mod gives no bool a pair.
+        ShapeError: `block_mask` is no BlockMask, is made for another batch or heads, its lists do not fit its lengths, or its mask_mod gives no bool
+            a pair.
         UnsupportedError: more than 65536 x 65536 pairs.
     """
     check_block_mask(block_mask)
@@ -43,7 +44,7 @@ def from_flex(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Packed
             "build the mask from tilewise's own constructors, which need no bits"
         )
     listed = listed_blocks(block_mask)
-    shape = (max(batch, listed.shape[0]), max(heads, listed.shape[1]), *listed.shape[2:])
+    shape = (*mask_extent(block_mask, batch, heads), *listed.shape[2:])
     listed = np.broadcast_to(listed, shape)
     size_q, size_k = (min(size, length) for size, length in zip(block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k + -seqlen_k % 8), strict=True))
     of_row = listed.reshape(shape[0] * shape[1] * shape[2], shape[3])
@@ -110,6 +111,16 @@ def lists_extent(block_mask: "BlockMask") -> tuple[int, int]:
     return (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
 
 
+def mask_extent(block_mask: "BlockMask", batch: int, heads: int) -> tuple[int, int]:
+    """(batch, heads) of the mask of a call with these, where 1 is any. Raises ShapeError where the lists are made for others."""
+    extent = []
+    for name, had, has in zip(("batch", "heads"), lists_extent(block_mask), (batch, heads), strict=True):
+        extent.append(max(had, check_count(name, has, least=1)))
+        if had != 1 and has not in (1, had):
+            raise ShapeError(f"block_mask is made for {name} {had}, but {name} is {has}; they must agree, or one of them be 1")
+    return tuple(extent)
+
+
 def _pieces(partial: np.ndarray, size_q: int, size_k: int) -> Iterator[tuple[np.ndarray, np.ndarray, range]]:
     """(rows of blocks, n_blocks, queries within a block) of up to PAIRS_A_CALL pairs, of the blocks that are true in `partial`."""
     rows, n_blocks = np.nonzero(partial)
@@ -130,7 +141,8 @@ def _pairs(block_mask: "BlockMask", at: tuple, n_blocks: np.ndarray, queries: ra
     mod = block_mask.mask_mod
     for axes in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         mod = torch.vmap(mod, axes)
-    pairs = mod(*inputs)
+    with torch.no_grad():
+        pairs = mod(*inputs)
     if pairs.shape != (len(q), len(queries), size_k):
         raise ShapeError(
             f"block_mask: mask_mod gives a tensor of shape {tuple(pairs.shape[3:])} for one query and key, expected one bool, of shape ()"
