@@ -17,7 +17,7 @@ from tilewise.api import attention
 from tilewise.compat._refusals import answers
 from tilewise.compat.flex_mods import Program, Unrecognised, pairs_of, record, tensor_digest
 from tilewise.compat.flex_scores import Changes, bias_of, changes_of
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import ShapeError, UnsupportedError, check_capture
 from tilewise.masks import Bands, Mask
 from tilewise.masks.band_tables import expand
 from tilewise.masks.bitmap import Bitmap
@@ -134,7 +134,9 @@ class Kept(NamedTuple):
     """The masks made for a BlockMask, none of which holds anything of the user's."""
 
     frozen: bool
-    masks: dict[tuple[int, int], tuple[bytes, Mask]]  # by (batch, heads): a digest of what the mask was made from, and the mask
+    made_from: bytes | None  # `_digest` of the BlockMask
+    uses: set[str]  # of the inputs b and h
+    masks: dict[tuple[int, int], Mask]  # by (batch, heads), as far as mask_mod uses them
 
 
 _KEPT: WeakKeyDictionary = WeakKeyDictionary()  # BlockMask -> Kept
@@ -160,29 +162,36 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
         UnsupportedError: its mask has no bands and more than 65536 x 65536 pairs, or a CUDA graph is being captured.
     """
     check_block_mask(block_mask)
-    sizes = mask_extent(block_mask, batch, heads)
-    kept = _KEPT.get(block_mask, Kept(False, {}))
-    before, mask = kept.masks.get(sizes, (None, None))
-    if kept.frozen and mask is not None:
-        return mask
-    try:
-        program = record(block_mask.mask_mod, block_mask.kv_num_blocks.device)
-    except Unrecognised:
-        program = None
-    now = _digest(program, block_mask)
-    if now is None or now != before:
-        mask = _made(program, block_mask, *sizes)
-    frozen = frozen or kept.frozen
-    _KEPT[block_mask] = Kept(frozen, (kept.masks if kept.frozen else {}) | {sizes: (now, mask)})
-    return mask
+    sizes, made_for = mask_extent(block_mask, batch, heads), lists_extent(block_mask)
+
+    def place(kept: Kept) -> tuple[int, int]:
+        return tuple(size if name in kept.uses else had for name, size, had in zip("bh", sizes, made_for, strict=True))
+
+    kept = _KEPT.get(block_mask)
+    if kept is None or not kept.frozen or place(kept) not in kept.masks:
+        check_capture(block_mask.kv_num_blocks, "a BlockMask", "call mask_of(block_mask, batch, heads, frozen=True) before the capture")
+        try:
+            program = record(block_mask.mask_mod, block_mask.kv_num_blocks.device)
+        except Unrecognised:
+            program = None
+        now = None if program is None else _digest(program, block_mask)
+        if kept is None or not (kept.frozen or (now is not None and now == kept.made_from)):
+            kept = Kept(False, now, {"b", "h"} if program is None else program.uses(), {})
+        if place(kept) not in kept.masks:
+            kept.masks[place(kept)] = _made(program, block_mask, *place(kept))
+    if frozen and not kept.frozen:
+        kept = kept._replace(frozen=True)
+    if kept.frozen or kept.made_from is not None:
+        _KEPT[block_mask] = kept
+    else:
+        _KEPT.pop(block_mask, None)
+    return kept.masks[place(kept)]
 
 
-def _digest(program: Program | None, block_mask: "BlockMask") -> bytes | None:
+def _digest(program: Program, block_mask: "BlockMask") -> bytes | None:
     """Equal where the mask is; None where that cannot be said."""
     lists = [getattr(block_mask, name) for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")]
     try:
-        if program is None:
-            return None
         parts = [b"" if x is None else str(tuple(x.shape)).encode() + tensor_digest(x) for x in lists]
         return b"|".join([program.digest(), *parts, repr((block_mask.seq_lengths, block_mask.BLOCK_SIZE)).encode()])
     except Unrecognised:
@@ -190,13 +199,12 @@ def _digest(program: Program | None, block_mask: "BlockMask") -> bytes | None:
 
 
 def _made(program: Program | None, block_mask: "BlockMask", batch: int, heads: int) -> Mask:
-    if program is None:
-        return from_flex(block_mask, batch, heads)
     try:
-        return _recognised(program, block_mask, batch, heads)
+        if program is not None:
+            return _recognised(program, block_mask, batch, heads)
     except Unrecognised:
-        uses = program.uses()
-        return from_flex(block_mask, batch if "b" in uses else 1, heads if "h" in uses else 1)
+        pass
+    return from_flex(block_mask, batch, heads)
 
 
 def _recognised(program: Program, block_mask: "BlockMask", batch: int, heads: int) -> Mask:
