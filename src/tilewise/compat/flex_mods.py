@@ -5,35 +5,33 @@ alone, on the key alone, or on their distance key - query, and a bool of these i
 masks do. What is none of that raises `Unrecognised`, and so does an operation that on whole axes is another than on single numbers (`extra_dims`).
 """
 
+import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, Slices, SlidingWindow
+from tilewise.compat.flex_axes import SAME, Axes, Unrecognised, Value, held, leaves, mapped
+from tilewise.masks import Mask, PerHead
+from tilewise.masks.bitmap import Bitmap
+from tilewise.masks.dense import Packed
 
 aten = torch.ops.aten
 INPUTS = ("b", "h", "q_idx", "kv_idx")
-DIAGONALS = 64  # more bands than that are better held as bits
-RECTANGLES = 1 << 14
 LOOKS_INSIDE = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default)
-SAME = (aten.clone.default, aten.alias.default, aten._to_copy.default, aten.lift_fresh.default, aten.detach.default)
 # By element, as those that torch says it of.
 BY_ELEMENT = {*SAME, aten.floor_divide.default, aten.masked_fill.Tensor, aten.rsub.Tensor}
 BY_ELEMENT |= {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+IGNORES_NUMBERS = {*NEW, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}  # of the tensors among its arguments
 LISTED = {aten.isin.Tensor_Tensor: 1, aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # by element, but for this argument
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim)
+ASKS_SHAPE = {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.numel}
+ASKS_SHAPE |= {Tensor.nelement, Tensor.__len__}
 APPROXIMATE = "approx::tanh"  # which attention-gym registers for its softcap
-COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}  # and what they are with sides exchanged
-
-
-class Unrecognised(Exception):
-    """What a mod does is not among what is recognised; the message ends a sentence that begins with its name."""
 
 
 class Ref(NamedTuple):
@@ -43,12 +41,19 @@ class Ref(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One aten operation; tensors of the program are `Ref`s, all others are captured. `extra` is what `extra_dims` says of it."""
+    """One aten operation; tensors of the program are `Ref`s, all others are captured. `extra` is what `extra_dims` says of it, `writes` what
+    `_writes` said of the captured ones when it ran.
+    """
 
     function: Callable
     args: tuple
     kwargs: dict
     extra: int | None = 0
+    writes: int = 0
+
+    def arguments(self, tensors: dict) -> tuple[tuple, dict]:
+        """args and kwargs with tensors in the place of `Ref`s."""
+        return tuple(mapped(tree, lambda x: tensors[x.at] if isinstance(x, Ref) else x) for tree in (self.args, self.kwargs))
 
 
 class Tracer(Tensor):
@@ -65,19 +70,28 @@ class Tracer(Tensor):
         return f"Tracer({self.at})"
 
     @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ASKS_SHAPE:
+            raise Unrecognised("asks for the shape of its indices, which is another for these stand-ins")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in LOOKS_INSIDE:
             raise Unrecognised("decides by the values of its indices")
         if function._schema.is_mutable:
             raise Unrecognised(f"writes to a tensor ({function})")
-        traced: list[Tracer] = []
-        tree_map(lambda x: traced.append(x) if isinstance(x, Tracer) else None, (args, kwargs))
-        result = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise Unrecognised(f"draws random numbers ({function})")
+        tensors = leaves((args, kwargs), Tensor)
+        traced = [x for x in tensors if isinstance(x, Tracer)]
+        result = function(*mapped(args, _inner), **mapped(kwargs, _inner))
         if not isinstance(result, Tensor):
             raise Unrecognised(f"calls {function}, which gives no single tensor")
         steps = traced[0].steps
-        steps.append(Step(function, tree_map(_ref, args), tree_map(_ref, kwargs), extra_dims(function, args, traced, result)))
+        extra = extra_dims(function, args, traced, result)
+        steps.append(Step(function, mapped(args, _ref), mapped(kwargs, _ref), extra, _writes(tensors)))
         return Tracer(result, steps, len(steps) - 1)
 
 
@@ -87,8 +101,7 @@ def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Te
     A row of a captured table has one, and a sum over its last dimension takes it away.
     """
     extra, found = {max(x.dim() - 1, 0) for x in traced}, max(result.dim() - 1, 0)
-    captured: list[Tensor] = []
-    tree_map(lambda x: captured.append(x) if isinstance(x, Tensor) and not isinstance(x, Tracer) else None, args)
+    captured = [x for x in leaves(args, Tensor) if not isinstance(x, Tracer)]
     if function is aten.index.Tensor:
         table, places = args
         whole = not isinstance(table, Tracer) and extra == {0}
@@ -106,6 +119,11 @@ def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Te
     return None
 
 
+def _writes(tensors: Iterable[Tensor]) -> int:
+    """How often torch's operators wrote to the captured ones among these."""
+    return sum(x._version for x in tensors if not isinstance(x, Tracer) and not x.is_inference())
+
+
 def _is_place(index: Any) -> bool:
     """Whether an index into a table is one number, traced or not."""
     numbers = isinstance(index, Tensor) and index.dtype not in (torch.bool, torch.uint8)
@@ -121,17 +139,6 @@ def _ref(x: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Value:
-    """Numbers along one axis: "q" by query, "k" by key, "d" by key - query from 1 - seqlen_q on, or None, one for all. `line` (slope,
-    start) where they are integers `slope * index + start`, the index of "d" being the distance.
-    """
-
-    axis: str | None
-    numbers: Tensor  # (length of the axis,)
-    line: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
 class Program:
     """The steps of a mod, and which of its tensors is the result."""
 
@@ -140,43 +147,50 @@ class Program:
 
     def captured(self) -> list[Tensor]:
         """The tensors that the mod brings along."""
-        found: list[Tensor] = []
-        for step in self.steps:
-            _visit((step.args, step.kwargs), lambda x: found.append(x) if isinstance(x, Tensor) else None)
-        return found
+        return [x for step in self.steps for x in leaves((step.args, step.kwargs), Tensor)]
 
     def uses(self, result: Any = None) -> set[str]:
         """The inputs that the result (default: the program's) depends on."""
         reached: dict[int | str, set[str]] = {name: {name} for name in (*INPUTS, "score")}
         for number, step in enumerate(self.steps):
-            reached[number] = set().union(*(reached[ref.at] for ref in refs(step)))
+            reached[number] = set() if step.function in IGNORES_NUMBERS else set().union(*(reached[ref.at] for ref in refs(step)))
         result = self.result if result is None else result
         return reached[result.at] if isinstance(result, Ref) else set()
 
+    def digest(self) -> bytes:
+        """Equal for programs that give the same numbers for the same indices, as far as their captured tensors hold the same now.
+
+        Raises Unrecognised where that cannot be said: of operators that are not torch's own, and of objects whose content is not known.
+        """
+        seen: dict[int, str] = {}
+        foreign = next((step.function for step in self.steps if step.function.namespace not in ("aten", "prims")), None)
+        if foreign is not None:
+            raise Unrecognised(f"calls {foreign}, which may depend on more than its arguments")
+        written = [f"{step.function.name()}({_written(step.args, seen)},{_written(step.kwargs, seen)})" for step in self.steps]
+        text = "\n".join([str(torch.get_default_dtype()), *written, _written(self.result, seen)])
+        return hashlib.sha256(text.encode()).digest()
+
     def mask(self, b: int, h: int, seqlen_q: int, seqlen_k: int, result: Ref | None = None) -> Mask:
         """The pairs of one batch entry and head for which the result is true. Raises Unrecognised."""
-        axes = _Axes(seqlen_q, seqlen_k)
+        axes = Axes(seqlen_q, seqlen_k)
         return axes.lifted(self._run(axes, _integers(b), _integers(h), self.result if result is None else result))
 
     def along(self, heads: int, seqlen_q: int, seqlen_k: int, result: Ref) -> Value:
         """The result along one axis, for each head: numbers (heads or 1, length of the axis). Raises Unrecognised."""
-        found = self._run(_Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, dtype=torch.int64, device="cpu")[:, None], result)
+        found = self._run(Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, dtype=torch.int64, device="cpu")[:, None], result)
         if not isinstance(found, Value):
             raise Unrecognised("gives numbers that depend on query and key apart")
         return found
 
-    def _run(self, axes: "_Axes", b: Tensor, h: Tensor, result: Any) -> "Value | Mask":
+    def _run(self, axes: Axes, b: Tensor, h: Tensor, result: Any) -> "Value | Mask":
         if not isinstance(result, Ref):
-            return Value(None, _held([result]))
+            return Value(None, held([result]))
         tensors: dict[int | str, Value | Mask] = dict(zip(INPUTS, axes.inputs(b, h), strict=True))
         for number in sorted(self.needed(result)):
             step = self.steps[number]
             if step.extra != 0:
                 raise Unrecognised(f"is not one number from step to step ({step.function})")
-            args, kwargs = (
-                tree_map(lambda x: tensors[x.at] if isinstance(x, Ref) else x, x, is_leaf=_is_ref) for x in (step.args, step.kwargs)
-            )
-            tensors[number] = axes.step(step.function, args, kwargs)
+            tensors[number] = axes.step(step.function, *step.arguments(tensors))
         return tensors[result.at]
 
     def needed(self, result: Ref) -> set[int]:
@@ -190,19 +204,37 @@ class Program:
         return needed
 
 
-def _is_ref(x: Any) -> bool:
-    return isinstance(x, Ref)
-
-
-def _visit(tree: Any, look: Callable) -> None:
-    tree_map(look, tree, is_leaf=_is_ref)
-
-
 def refs(step: Step) -> list[Ref]:
     """The tensors of the program that a step reads."""
-    found: list[Ref] = []
-    _visit((step.args, step.kwargs), lambda x: found.append(x) if isinstance(x, Ref) else None)
-    return found
+    return leaves((step.args, step.kwargs), Ref)
+
+
+SIMPLE = int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format  # repr says all of these
+
+
+def _written(x: Any, seen: dict[int, str]) -> str:
+    """An argument as text, a captured tensor by its content, which is kept in `seen` by id."""
+    if isinstance(x, Ref):
+        return f"%{x.at}"
+    if type(x) in SIMPLE:
+        return f"{type(x).__name__} {x!r}"
+    if isinstance(x, list | tuple):
+        return f"[{','.join(_written(each, seen) for each in x)}]"
+    if isinstance(x, dict):
+        return f"{{{','.join(f'{name}:{_written(each, seen)}' for name, each in x.items())}}}"
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise Unrecognised(f"holds a {type(x).__name__}, whose content is not known")
+    if id(x) not in seen:
+        seen[id(x)] = f"{x.dtype} {x.device} {tuple(x.shape)} {tensor_digest(x).hex()}"
+    return seen[id(x)]
+
+
+def tensor_digest(x: Tensor) -> bytes:
+    """A digest of the elements of a strided tensor. Raises Unrecognised where it has none to read."""
+    try:
+        return hashlib.sha256(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()).digest()
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, quantised, inside of torch.func
+        raise Unrecognised(f"holds a tensor whose elements cannot be read: {error}") from error
 
 
 def record(mod: Callable, device: torch.device, score: torch.dtype | None = None) -> Program:
@@ -218,6 +250,8 @@ def record(mod: Callable, device: torch.device, score: torch.dtype | None = None
             raise
         except Exception as error:  # whatever a stranger's function raises on stand-ins
             raise Unrecognised(f"cannot be followed: {type(error).__name__}: {error}") from error
+    if any(step.writes != _writes(leaves((step.args, step.kwargs), Tensor)) for step in steps):
+        raise Unrecognised("writes to a tensor that it has read")
     return Program(tuple(steps), _ref(result))
 
 
@@ -225,207 +259,20 @@ def _integers(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
-def _held(numbers: list) -> Tensor:
-    """Python's numbers as a tensor that holds them without rounding, whatever torch's default is."""
-    kinds = {type(number) for number in numbers}
-    dtype = torch.bool if kinds == {bool} else torch.int64 if kinds <= {bool, int} else torch.float64
-    return torch.tensor(numbers, dtype=dtype, device="cpu")
+def pairs_of(program: Program, result: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Mask:
+    """The pairs for which a result of the program is true, as one mask for all batch entries and heads. Raises Unrecognised."""
+    uses = program.uses(result)
+    entries, each_head = range(batch if "b" in uses else 1), range(heads if "h" in uses else 1)
+    masks = [[program.mask(b, h, seqlen_q, seqlen_k, result) for h in each_head] for b in entries]
+    by_head = [_merged(each) for each in masks]
+    if all(each == by_head[0] for each in by_head):
+        heads = by_head[0]
+        return heads[0][1] if len(heads) == 1 else PerHead({(each.start, each.stop): mask for each, mask in heads})
+    bits = np.stack([np.stack([Bitmap.of_bands(mask.resolve(seqlen_q, seqlen_k)).bits for mask in each]) for each in masks])
+    return Packed(torch.from_numpy(bits), seqlen_k)  # masks by batch entry have no other form
 
 
-def _one(x: Tensor | bool | int) -> Tensor:
-    return x.detach().cpu().reshape(1) if isinstance(x, Tensor) else _held([x])
-
-
-class _Axes:
-    """Operations on whole axes of a call's queries, keys and distances; on the CPU, where an index out of range is an error like any other."""
-
-    def __init__(self, seqlen_q: int, seqlen_k: int) -> None:
-        self.seqlen_q, self.seqlen_k = seqlen_q, seqlen_k
-        self.starts = {"q": (0, seqlen_q), "k": (0, seqlen_k), "d": (1 - seqlen_q, seqlen_k)}
-
-    def inputs(self, b: Tensor, h: Tensor) -> tuple[Value, ...]:
-        return Value(None, b), Value(None, h), self.on_line("q", 1, 0), self.on_line("k", 1, 0)
-
-    def on_line(self, axis: str, slope: int, start: int) -> Value:
-        return Value(axis, slope * torch.arange(*self.starts[axis], dtype=torch.int64, device="cpu") + start, (slope, start))
-
-    def step(self, function: Callable, args: tuple, kwargs: dict) -> "Value | Mask":
-        """What a step gives for operands that are values, masks, captured tensors and numbers."""
-        kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
-        operands: list[Value | Mask] = []
-        _each((args, kwargs), lambda x: operands.append(x) if isinstance(x, Value | Mask) else None)
-        if function in SAME and isinstance(args[0], Mask) and kwargs.get("dtype") in (None, torch.bool):
-            return args[0]
-        name = function.overloadpacket.__name__
-        axes = {x.axis for x in operands if isinstance(x, Value)} - {None}
-        if len(axes) > 1 or any(isinstance(x, Mask) for x in operands):
-            if kwargs or not all(isinstance(x, Value | Mask | int) or (isinstance(x, Tensor) and x.numel() == 1) for x in args):
-                raise Unrecognised(f"brings query and key together by {function} with {sorted(kwargs) or 'other arguments than indices'}")
-            return self._together(name, [x if isinstance(x, Value | Mask) else Value(None, _one(x)) for x in args])
-        try:
-            numbers = function(*_map(args, _numbers), **_map(kwargs, _numbers))
-        except Exception as error:  # an index out of range, most of all
-            raise Unrecognised(f"cannot be followed: {function}: {error}") from error
-        return self._value(next(iter(axes), None), numbers)
-
-    def _value(self, axis: str | None, numbers: Tensor) -> Value:
-        if axis is None:
-            return Value(None, numbers.reshape(1) if numbers.dim() == 0 else numbers)
-        length = self.starts[axis][1] - self.starts[axis][0]
-        if numbers.dim() == 0 or numbers.shape[-1] == 1:  # new_ones(()), say
-            return Value(None, numbers.reshape(1) if numbers.dim() == 0 else numbers)
-        if numbers.shape[-1] != length:
-            raise Unrecognised("changes the shape of its indices")
-        line = None
-        if numbers.dim() == 1 and numbers.dtype in (torch.int64, torch.int32) and length > 1:
-            slope = int(numbers[1] - numbers[0])
-            start = int(numbers[0]) - slope * self.starts[axis][0]
-            if torch.equal(numbers.long(), self.on_line(axis, slope, start).numbers):
-                line = slope, start
-        return Value(axis, numbers, line)
-
-    def _together(self, name: str, operands: list) -> "Value | Mask":
-        """Operations that bring axes together, or masks."""
-        if name in ("bitwise_not", "logical_not"):
-            return Full() - self.lifted(operands[0])
-        if name == "where" and len(operands) == 3:
-            condition, yes, no = map(self.lifted, operands)
-            return (condition & yes) | (no - condition)
-        if len(operands) == 2:
-            one, two = operands
-            if name in ("bitwise_and", "logical_and"):
-                return self._and(one, two)
-            if name in ("bitwise_or", "logical_or"):
-                return self._or(one, two)
-            if name in ("bitwise_xor", "logical_xor"):
-                one, two = self.lifted(one), self.lifted(two)
-                return (one - two) | (two - one)
-            if isinstance(one, Value) and isinstance(two, Value) and (found := self._of_distance(name, one, two)) is not None:
-                return found
-            if name in COMPARISONS and isinstance(one, Value) and isinstance(two, Value) and {one.axis, two.axis} == {"q", "k"}:
-                return self._compared(name, one, two) if one.axis == "q" else self._compared(COMPARISONS[name], two, one)
-        raise Unrecognised(f"brings query and key together by {name}")
-
-    def _and(self, one: "Value | Mask", two: "Value | Mask") -> "Value | Mask":
-        for a, b in ((one, two), (two, one)):
-            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1 and a.numbers.dtype == torch.bool:
-                return b if bool(a.numbers) else a
-        return self.lifted(one) & self.lifted(two)
-
-    def _or(self, one: "Value | Mask", two: "Value | Mask") -> "Value | Mask":
-        for a, b in ((one, two), (two, one)):
-            if isinstance(a, Value) and a.axis is None and a.numbers.numel() == 1 and a.numbers.dtype == torch.bool:
-                return a if bool(a.numbers) else b
-        return self.lifted(one) | self.lifted(two)
-
-    def _of_distance(self, name: str, one: Value, two: Value) -> Value | None:
-        """A sum, difference or comparison of lines that depends on key - query alone; None where it does not."""
-        if one.line is None or two.line is None or name not in ("add", "sub", *COMPARISONS):
-            return None
-        sign = 1 if name == "add" else -1
-        by_q, by_k = (sum(slope for x, slope in ((one, one.line[0]), (two, sign * two.line[0])) if x.axis == axis) for axis in ("q", "k"))
-        if {one.axis, two.axis} != {"q", "k"} or by_q != -by_k:
-            return None
-        difference = self.on_line("d", by_k, one.line[1] + sign * two.line[1])
-        if name in COMPARISONS:
-            return self._value("d", getattr(torch, name)(difference.numbers, 0))
-        return difference
-
-    def _compared(self, name: str, of_q: Value, of_k: Value) -> Mask:
-        """The pairs whose numbers compare so: for each stretch of queries with one number, the stretches of keys."""
-        rows = _stretches(of_q.numbers)
-        columns = _stretches(of_k.numbers)
-        if name == "eq":
-            places: dict[Any, list[tuple[int, int]]] = {}
-            for k0, k1, number in columns:
-                places.setdefault(number, []).append((k0, k1))
-            boxes = [((q0, q1), keys) for q0, q1, number in rows for keys in places.get(number, ())]
-        else:
-            if len(rows) * len(columns) > 1 << 22:
-                raise Unrecognised("compares too many different numbers of queries and keys")
-            ends = _held([number for *_, number in columns])
-            boxes = []
-            for q0, q1, number in rows:
-                chosen = getattr(torch, name)(_held([number]), ends).tolist()
-                boxes += [((q0, q1), keys[:2]) for keys, yes in zip(columns, chosen, strict=True) if yes]
-        return self._boxes(boxes)
-
-    def _boxes(self, boxes: list[tuple[tuple[int, int], tuple[int, int]]]) -> Mask:
-        """The union of rectangles of queries and keys, as documents where they are such."""
-        if len(boxes) > RECTANGLES:
-            raise Unrecognised(f"describes more than {RECTANGLES} rectangles")
-        follow = all(a[0][1] == b[0][0] and a[1][1] == b[1][0] for a, b in pairwise(boxes))
-        if boxes and follow and boxes[0][0][0] == boxes[0][1][0] == 0:
-            ends = [[0, *(box[side][1] for box in boxes)] for side in (0, 1)]
-            return Documents(ends[0]) if ends[0] == ends[1] else Documents(*ends)
-        return Slices([q for q, _ in boxes], [k for _, k in boxes], [0] * len(boxes))
-
-    def lifted(self, given: "Value | Mask") -> Mask:
-        """The pairs for which a bool along an axis is true."""
-        if isinstance(given, Mask):
-            return given
-        if given.numbers.dtype != torch.bool or given.numbers.dim() != 1:
-            raise Unrecognised("gives no bool")
-        stretches = [(first, last) for first, last, yes in _stretches(given.numbers) if yes]
-        if given.axis is None or not stretches or stretches == [(0, len(given.numbers))]:
-            return Full() if stretches else Full() - Full()
-        if given.axis == "d":
-            return self._diagonals(stretches)
-        if given.axis == "q":
-            return self._boxes([(rows, (0, self.seqlen_k)) for rows in stretches])
-        if len(stretches) == 1 and stretches[0][0] == 0:
-            return FirstKeys(stretches[0][1])
-        return self._boxes([((0, self.seqlen_q), keys) for keys in stretches])
-
-    def _diagonals(self, stretches: list[tuple[int, int]]) -> Mask:
-        if len(stretches) > DIAGONALS:
-            raise Unrecognised(f"describes more than {DIAGONALS} bands")
-        first, end = self.starts["d"]
-        mask = None
-        for begin, stop in stretches:
-            lo, hi = first + begin, first + stop - 1
-            band = self._band(None if lo == first else lo, None if hi == end - 1 else hi)
-            mask = band if mask is None else mask | band
-        return mask
-
-    def _band(self, lo: int | None, hi: int | None) -> Mask:
-        """The pairs with lo <= key - query <= hi; None is unbounded."""
-        align = () if self.seqlen_q == self.seqlen_k else ("top_left",)
-        if (lo, hi) == (None, None):
-            return Full()
-        if hi is not None and hi < 0:
-            return self._band(lo, None) - SlidingWindow(-hi - 1, None, *align)
-        if lo is not None and lo > 0:
-            return self._band(None, hi) - SlidingWindow(None, lo - 1, *align)
-        return Causal(*align) if (lo, hi) == (None, 0) else SlidingWindow(None if lo is None else -lo, hi, *align)
-
-
-def _map(tree: Any, change: Callable) -> Any:
-    return tree_map(change, tree, is_leaf=lambda x: isinstance(x, Value | Mask))
-
-
-def _each(tree: Any, look: Callable) -> None:
-    _map(tree, look)
-
-
-def _numbers(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach().cpu()
-    return x.numbers if isinstance(x, Value) else x
-
-
-def _stretches(numbers: Tensor) -> list[tuple[int, int, Any]]:
-    """(first, end, number) of the stretches of equal numbers."""
-    if numbers.dim() != 1:
-        raise Unrecognised("differs by head where it must not")
-    if len(numbers) == 0:
-        return []
-    changes = (torch.nonzero(numbers[1:] != numbers[:-1]).flatten() + 1).tolist()
-    edges = [0, *changes, len(numbers)]
-    return list(zip(edges[:-1], edges[1:], numbers[edges[:-1]].tolist(), strict=True))
-
-
-def merged(masks: Iterable[Mask]) -> list[tuple[range, Mask]]:
+def _merged(masks: Iterable[Mask]) -> list[tuple[range, Mask]]:
     """Neighbours that are equal, once."""
     found: list[tuple[range, Mask]] = []
     for number, mask in enumerate(masks):

@@ -1,6 +1,7 @@
 """torch's BlockMask (flex_attention) and tilewise masks, both ways."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,50 +18,136 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 EMPTY_TILE, FULL_TILE = 0, 1  # the first two bit tiles of `to_flex`'s mask_mod
+NOT_LISTED, PARTIAL, WHOLE = range(3)  # what the lists of a BlockMask say of a block
+PAIRS_A_CALL = 1 << 20  # of mask_mod
+STRIP_BYTES = 1 << 26  # of rows of blocks that are filled together
 
 
-def from_flex(block_mask: "BlockMask") -> Packed:
+def from_flex(block_mask: "BlockMask", batch: int = 1, heads: int = 1) -> Packed:
     """The pairs that flex_attention computes with `block_mask`: full blocks whole, partial ones as its mask_mod says, others not at all.
 
-    mask_mod is evaluated on partial blocks only, a row of blocks at a time; the result is one bit a pair.
-    Raises ShapeError where `block_mask` is no BlockMask, UnsupportedError beyond 65536 x 65536 pairs.
+    mask_mod is evaluated on partial blocks only, many at a time; the result is one bit a pair.
+
+    Args:
+        batch, heads: of the query, where mask_mod depends on them and the lists are made for 1, which stands for all.
+
+    Raises:
+        ShapeError: `block_mask` is no BlockMask, is made for another batch or heads, its lists do not fit its lengths, or its mask_mod gives no bool
+            a pair.
+        UnsupportedError: more than 65536 x 65536 pairs.
     """
-    if not all(hasattr(block_mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE")):
-        raise ShapeError(f"block_mask must be a torch.nn.attention.flex_attention.BlockMask, got {type(block_mask).__name__}")
+    check_block_mask(block_mask)
     seqlen_q, seqlen_k = block_mask.seq_lengths
     if seqlen_q * seqlen_k > MAX_PAIRS:
         raise UnsupportedError(
             f"a BlockMask of {seqlen_q} x {seqlen_k} is more than 65536 x 65536 pairs, which are held as bits; "
             "build the mask from tilewise's own constructors, which need no bits"
         )
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
-    size_q = block_mask.BLOCK_SIZE[0]
-    bits = np.empty((batch, heads, seqlen_q, -(-seqlen_k // 8)), dtype=np.uint8)
-    for b in range(batch):
-        for h in range(heads):
-            for m_block, q0 in enumerate(range(0, seqlen_q, size_q)):
-                bits[b, h, q0 : q0 + size_q] = np.packbits(_row_of_blocks(block_mask, b, h, m_block)[: seqlen_q - q0], axis=1)
-    return Packed(torch.from_numpy(bits), seqlen_k)
+    listed = listed_blocks(block_mask)
+    shape = (*mask_extent(block_mask, batch, heads), *listed.shape[2:])
+    listed = np.broadcast_to(listed, shape)
+    size_q, size_k = (min(size, length) for size, length in zip(block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k + -seqlen_k % 8), strict=True))
+    of_row = listed.reshape(shape[0] * shape[1] * shape[2], shape[3])
+    bits = np.empty((len(of_row), size_q, -(-seqlen_k // 8)), np.uint8)
+    packed = size_k % 8 == 0  # a block is whole bytes
+    width = shape[3] * (size_k // 8 if packed else size_k)
+    together = max(1, STRIP_BYTES // max(1, size_q * width))
+    for row in range(0, len(of_row), together):
+        strip = of_row[row : row + together]
+        cells = np.zeros((len(strip), size_q, shape[3], size_k // 8 if packed else size_k), np.uint8)
+        blocks = cells.swapaxes(1, 2)
+        blocks[strip == WHOLE] = 0xFF if packed else 1
+        for rows, n_blocks, queries in _pieces(strip == PARTIAL, size_q, size_k):
+            pairs = _pairs(block_mask, np.unravel_index(row + rows, shape[:3]), n_blocks, queries, size_k)
+            blocks[rows, n_blocks, queries.start : queries.stop] = np.packbits(pairs, axis=2) if packed else pairs
+        cells = cells.reshape(len(strip), size_q, width)
+        bits[row : row + together] = cells[..., : bits.shape[2]] if packed else np.packbits(cells[..., :seqlen_k], axis=2)
+    if seqlen_k % 8:
+        bits[..., -1] &= 0xFF00 >> seqlen_k % 8 & 0xFF
+    bits = bits.reshape(*shape[:2], shape[2] * size_q, bits.shape[2])[:, :, :seqlen_q]
+    return Packed(torch.from_numpy(np.ascontiguousarray(bits)), seqlen_k)
 
 
-def _row_of_blocks(block_mask: "BlockMask", b: int, h: int, m_block: int) -> np.ndarray:
-    """The visible pairs of one row of blocks, bool (block size, seqlen_k)."""
-    size_q, size_k = block_mask.BLOCK_SIZE
-    seqlen_k = block_mask.seq_lengths[1]
-    out = torch.zeros(size_q, -(-seqlen_k // size_k), size_k, dtype=torch.bool, device="cpu")
-    partial = block_mask.kv_indices[b, h, m_block, : block_mask.kv_num_blocks[b, h, m_block]].long()
-    new = {"dtype": torch.int64, "device": partial.device}
-    if len(partial):
-        index = [torch.tensor(value, **new) for value in (b, h)]
-        rows = torch.arange(m_block * size_q, (m_block + 1) * size_q, **new)
-        # Keys past the end are looked at in the place of the last one and cut off below: mask_mod may index tensors of that length.
-        rows = rows.clamp(max=block_mask.seq_lengths[0] - 1)
-        keys = (partial[:, None] * size_k + torch.arange(size_k, **new)).clamp(max=seqlen_k - 1)
-        pairs = torch.vmap(torch.vmap(block_mask.mask_mod, (None, None, None, 0)), (None, None, 0, None))(*index, rows, keys.flatten())
-        out[:, partial.cpu()] = pairs.reshape(size_q, len(partial), size_k).cpu()
-    if block_mask.full_kv_num_blocks is not None:
-        out[:, block_mask.full_kv_indices[b, h, m_block, : block_mask.full_kv_num_blocks[b, h, m_block]].long().cpu()] = True
-    return out.flatten(1)[:, :seqlen_k].numpy()
+def check_block_mask(given: Any) -> None:
+    if not all(hasattr(given, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+        raise ShapeError(f"block_mask must be a torch.nn.attention.flex_attention.BlockMask, got {type(given).__name__}")
+
+
+def listed_blocks(block_mask: "BlockMask") -> np.ndarray:
+    """What the lists say of each block, NOT_LISTED, PARTIAL or WHOLE: int8 (batch or 1, heads or 1, m_blocks, n_blocks).
+
+    A block listed as partial is WHOLE where the BlockMask is made of lists alone. Raises ShapeError where the lists do not fit the lengths.
+    """
+    from torch.nn.attention.flex_attention import noop_mask
+
+    m_blocks, n_blocks = (-(-length // size) for length, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True))
+    found = np.zeros((*lists_extent(block_mask), m_blocks, n_blocks), np.int8)
+    for state, name in ((WHOLE if block_mask.mask_mod is noop_mask else PARTIAL, "kv"), (WHOLE, "full_kv")):
+        if getattr(block_mask, f"{name}_num_blocks") is None:
+            continue
+        number = getattr(block_mask, f"{name}_num_blocks").cpu().numpy()
+        index = getattr(block_mask, f"{name}_indices").cpu().numpy()
+        if number.shape != index.shape[:-1] or number.shape[-1] != m_blocks or (number > index.shape[-1]).any():
+            raise ShapeError(
+                f"block_mask: {name}_num_blocks {number.shape} and {name}_indices {index.shape} do not fit together with seqlen_q "
+                f"{block_mask.seq_lengths[0]}, which is {m_blocks} blocks of {block_mask.BLOCK_SIZE[0]}; expected (batch or 1, heads or 1, "
+                f"{m_blocks}), the same with one more dimension, and numbers of at most that many blocks"
+            )
+        *at, place = np.nonzero(np.arange(index.shape[-1]) < number[..., None])
+        column = index[(*at, place)]
+        if ((column < 0) | (column >= n_blocks)).any():
+            raise ShapeError(
+                f"block_mask: {name}_indices lists block {column[(column < 0) | (column >= n_blocks)][0]}, but seqlen_k "
+                f"{block_mask.seq_lengths[1]} is {n_blocks} blocks of {block_mask.BLOCK_SIZE[1]}; expected indices from 0 to {n_blocks - 1}"
+            )
+        one = np.zeros((*number.shape, n_blocks), np.int8)
+        one[(*at, column)] = state
+        found = np.maximum(found, one)
+    return found
+
+
+def lists_extent(block_mask: "BlockMask") -> tuple[int, int]:
+    """(batch, heads) that the lists tell apart, 1 where one stands for all."""
+    return (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
+
+
+def mask_extent(block_mask: "BlockMask", batch: int, heads: int) -> tuple[int, int]:
+    """(batch, heads) of the mask of a call with these, where 1 is any. Raises ShapeError where the lists are made for others."""
+    extent = []
+    for name, had, has in zip(("batch", "heads"), lists_extent(block_mask), (batch, heads), strict=True):
+        extent.append(max(had, check_count(name, has, least=1)))
+        if had != 1 and has not in (1, had):
+            raise ShapeError(f"block_mask is made for {name} {had}, but {name} is {has}; they must agree, or one of them be 1")
+    return tuple(extent)
+
+
+def _pieces(partial: np.ndarray, size_q: int, size_k: int) -> Iterator[tuple[np.ndarray, np.ndarray, range]]:
+    """(rows of blocks, n_blocks, queries within a block) of up to PAIRS_A_CALL pairs, of the blocks that are true in `partial`."""
+    rows, n_blocks = np.nonzero(partial)
+    blocks, queries = max(1, PAIRS_A_CALL // (size_q * size_k or 1)), max(1, PAIRS_A_CALL // (size_k or 1))
+    for first in range(0, len(rows), blocks):
+        for q0 in range(0, size_q, queries):
+            yield rows[first : first + blocks], n_blocks[first : first + blocks], range(q0, min(q0 + queries, size_q))
+
+
+def _pairs(block_mask: "BlockMask", at: tuple, n_blocks: np.ndarray, queries: range, size_k: int) -> np.ndarray:
+    """What mask_mod says of blocks n_blocks (blocks,) of rows at = (b, h, m_block), bool (blocks, queries, size_k)."""
+    b, h, m_block = at
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    # Indices past the end are looked at in the place of the last one and cut off by the caller: mask_mod may index tensors of that length.
+    q = np.minimum(m_block[:, None] * block_mask.BLOCK_SIZE[0] + np.arange(queries.start, queries.stop), seqlen_q - 1)
+    k = np.minimum(n_blocks[:, None] * block_mask.BLOCK_SIZE[1] + np.arange(size_k), seqlen_k - 1)
+    inputs = [torch.from_numpy(x.astype(np.int64)).to(block_mask.kv_num_blocks.device) for x in (b, h, q, k)]
+    mod = block_mask.mask_mod
+    for axes in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        mod = torch.vmap(mod, axes)
+    with torch.no_grad():
+        pairs = mod(*inputs)
+    if pairs.shape != (len(q), len(queries), size_k):
+        raise ShapeError(
+            f"block_mask: mask_mod gives a tensor of shape {tuple(pairs.shape[3:])} for one query and key, expected one bool, of shape ()"
+        )
+    return pairs.bool().cpu().numpy()
 
 
 def to_flex(mask: Mask, seqlen_q: int, seqlen_k: int, block_size: int = 128, device: torch.device | str = "cpu") -> "BlockMask":
