@@ -38,6 +38,7 @@ from kernel_inventory import Kernel
 
 import tilewise
 from tilewise.backends.hopper import warmup
+from tilewise.machine import sealed
 from tilewise.problem import Problem
 from tilewise.sm90 import cache, jit, prebuilt
 
@@ -142,7 +143,7 @@ def compiled(kernel: warmup.Kernel) -> Path:
 
 
 def entry(kernel: warmup.Kernel) -> bytes:
-    """The kernel's shared library, without what `cache.sealed` puts behind it."""
+    """The kernel's shared library, without what `sealed.sealed` puts behind it."""
     text = compiled(kernel)
     with tempfile.TemporaryDirectory() as aside:
         linked(text, library := Path(aside) / "kernel.so")
@@ -172,7 +173,7 @@ def write(folder: Path, entries: dict[warmup.Kernel, bytes]) -> Path:
     files[f"{prebuilt.PACKAGE}/{prebuilt.FACTS}"] = json.dumps(made, indent=1).encode()
     for kernel, content in entries.items():
         path = Path(f"{prebuilt.PACKAGE}/{cache.name_of(kernel.launch, kernel.config, jit.arch())}.so")
-        files[path.as_posix()] = cache.sealed(path, content)
+        files[path.as_posix()] = sealed.sealed(path, content)
     about = f"{prebuilt.PACKAGE}-{tilewise.__version__}.dist-info"
     files[f"{about}/METADATA"] = METADATA.format(name=prebuilt.DISTRIBUTION, kernels=len(entries), **made).encode()
     files[f"{about}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: tilewise\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode()
