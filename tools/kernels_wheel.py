@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,6 +60,8 @@ Version: {version}
 Summary: Compiled kernels of tilewise for NVIDIA's H100 and H200
 License-Expression: Apache-2.0
 License-File: LICENSE
+License-File: NOTICE
+License-File: LICENSE.zig
 Requires-Python: >=3.11
 Requires-Dist: tilewise=={version}
 Requires-Dist: apache-tvm-ffi>={tvm_ffi}
@@ -106,6 +109,13 @@ def zig() -> Path:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "ziglang"], check=True, stdout=subprocess.DEVNULL)
         importlib.invalidate_caches()
     return Path(next(iter(find_spec("ziglang").submodule_search_locations))) / "zig"
+
+
+def license_of_zig() -> Path:
+    """The license of what zig may link into a library."""
+    zig()
+    named = [path for path in metadata.files("ziglang") if path.name == "LICENSE" and path.parent.name == "ziglang"]
+    return Path(min(named, key=lambda path: len(path.parts)).locate())
 
 
 def linked(text: Path, library: Path) -> None:
@@ -177,7 +187,8 @@ def write(folder: Path, entries: dict[warmup.Kernel, bytes]) -> Path:
     about = f"{prebuilt.PACKAGE}-{tilewise.__version__}.dist-info"
     files[f"{about}/METADATA"] = METADATA.format(name=prebuilt.DISTRIBUTION, kernels=len(entries), **made).encode()
     files[f"{about}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: tilewise\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode()
-    files[f"{about}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    licenses = {"LICENSE": ROOT / "LICENSE", "NOTICE": ROOT / "tools/kernels/NOTICE", "LICENSE.zig": license_of_zig()}
+    files |= {f"{about}/licenses/{name}": path.read_bytes() for name, path in licenses.items()}
     record = "".join(f"{name},sha256={_digest(content)},{len(content)}\n" for name, content in files.items())
     files[f"{about}/RECORD"] = f"{record}{about}/RECORD,,\n".encode()
     folder.mkdir(parents=True, exist_ok=True)
