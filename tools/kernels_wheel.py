@@ -26,6 +26,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from kernel_inventory import Kernel
 
 import tilewise
 from tilewise.backends.hopper import warmup
+from tilewise.machine import sealed
 from tilewise.problem import Problem
 from tilewise.sm90 import cache, jit, prebuilt
 
@@ -58,6 +60,8 @@ Version: {version}
 Summary: Compiled kernels of tilewise for NVIDIA's H100 and H200
 License-Expression: Apache-2.0
 License-File: LICENSE
+License-File: NOTICE
+License-File: LICENSE.zig
 Requires-Python: >=3.11
 Requires-Dist: tilewise=={version}
 Requires-Dist: apache-tvm-ffi>={tvm_ffi}
@@ -107,6 +111,13 @@ def zig() -> Path:
     return Path(next(iter(find_spec("ziglang").submodule_search_locations))) / "zig"
 
 
+def license_of_zig() -> Path:
+    """The license of what zig may link into a library."""
+    zig()
+    named = [path for path in metadata.files("ziglang") if path.name == "LICENSE" and path.parent.name == "ziglang"]
+    return Path(min(named, key=lambda path: len(path.parts)).locate())
+
+
 def linked(text: Path, library: Path) -> None:
     """Make a shared library of a launch function in LLVM's text."""
     import tvm_ffi.libinfo
@@ -142,7 +153,7 @@ def compiled(kernel: warmup.Kernel) -> Path:
 
 
 def entry(kernel: warmup.Kernel) -> bytes:
-    """The kernel's shared library, without what `cache.sealed` puts behind it."""
+    """The kernel's shared library, without what `sealed.sealed` puts behind it."""
     text = compiled(kernel)
     with tempfile.TemporaryDirectory() as aside:
         linked(text, library := Path(aside) / "kernel.so")
@@ -172,11 +183,12 @@ def write(folder: Path, entries: dict[warmup.Kernel, bytes]) -> Path:
     files[f"{prebuilt.PACKAGE}/{prebuilt.FACTS}"] = json.dumps(made, indent=1).encode()
     for kernel, content in entries.items():
         path = Path(f"{prebuilt.PACKAGE}/{cache.name_of(kernel.launch, kernel.config, jit.arch())}.so")
-        files[path.as_posix()] = cache.sealed(path, content)
+        files[path.as_posix()] = sealed.sealed(path, content)
     about = f"{prebuilt.PACKAGE}-{tilewise.__version__}.dist-info"
     files[f"{about}/METADATA"] = METADATA.format(name=prebuilt.DISTRIBUTION, kernels=len(entries), **made).encode()
     files[f"{about}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: tilewise\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode()
-    files[f"{about}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    licenses = {"LICENSE": ROOT / "LICENSE", "NOTICE": ROOT / "tools/kernels/NOTICE", "LICENSE.zig": license_of_zig()}
+    files |= {f"{about}/licenses/{name}": path.read_bytes() for name, path in licenses.items()}
     record = "".join(f"{name},sha256={_digest(content)},{len(content)}\n" for name, content in files.items())
     files[f"{about}/RECORD"] = f"{record}{about}/RECORD,,\n".encode()
     folder.mkdir(parents=True, exist_ok=True)

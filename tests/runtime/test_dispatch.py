@@ -7,12 +7,16 @@ import torch
 
 import tilewise as tw
 from tilewise import problem
+from tilewise.backends import Backend
+from tilewise.backends.cpu import Cpu, native
+from tilewise.backends.hopper import Hopper
 from tilewise.errors import UnsupportedError
+from tilewise.machine import once
 from tilewise.masks import Full
 from tilewise.runtime import dispatch, repeats
 
 
-class Half:
+class Half(Backend):
     """Stands before the others and takes only fp16."""
 
     name = "half"
@@ -45,6 +49,43 @@ def backends(monkeypatch):
 
 def qkv(dtype=torch.float32):
     return [torch.randn(1, 3, 1, 4).to(dtype) for _ in range(3)]
+
+
+@pytest.fixture
+def no_kernel(monkeypatch, backends):
+    """A machine without the CPU kernel, on which nothing was said yet."""
+    monkeypatch.setattr(native, "_load", lambda: "its compiled kernel is on holiday: call it back")
+    monkeypatch.setattr(once, "_said", set())
+    backends(Hopper(), Cpu(), dispatch.named("tiled"), dispatch.named("reference"))
+
+
+def test_what_is_missing_is_said_once(no_kernel):
+    with pytest.warns(RuntimeWarning) as said:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            tw.attention(*qkv(dtype))
+        tw.decode(torch.randn(1, 1, 1, 4), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4))
+    assert [str(each.message) for each in said] == [
+        "'tiled' computes attention in place of 'cpu', several times slower: its compiled kernel is on holiday: call it back"
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_where_the_kernel_would_not_run_either(no_kernel):
+    tw.attention(*qkv(torch.float64))
+    tw.attention(*qkv(), backend="tiled")
+    tw.attention(*qkv(), backend="reference")
+    tw.attention(*qkv(torch.bfloat16), precision="int8")
+
+
+def test_a_missing_compiler_is_said_where_there_is_a_hopper_gpu(monkeypatch):
+    from tilewise.backends.hopper import jit, prebuilt
+
+    shape = {"device": "cuda", "dtype": torch.float16, "head_dim": 64, "head_dim_v": 64, "group": 1, "mask": "full"}
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: ["NVIDIA's CuTe DSL is not installed: pip install 'tilewise[hopper]'"])
+    assert Hopper().missing(problem.Problem(**shape)) == ""  # no GPU, so nothing that an installation would help
+    monkeypatch.setattr(prebuilt, "why_no_gpu", lambda *_: [])
+    assert "pip install 'tilewise[hopper]'" in Hopper().missing(problem.Problem(**shape))
+    assert Hopper().missing(problem.Problem(**shape | {"dtype": torch.float64})) == ""
 
 
 def test_first_able_backend_runs(backends):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.forward import config
-from tilewise.machine import trust
+from tilewise.machine import once
 from tilewise.sm90 import cache, jit
 
 
@@ -122,8 +122,7 @@ def sources(tmp_path, monkeypatch):
         shutil.copytree(cache.PACKAGE / name, tmp_path / "package" / name, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(cache, "PACKAGE", tmp_path / "package")
     monkeypatch.setattr(cache, "fingerprint", cache.fingerprint.__wrapped__)
-    for path in (tmp_path / "package").rglob("*.py"):
-        os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr(cache, "IMPORTED", cache._stamps())
     return tmp_path / "package"
 
 
@@ -146,20 +145,36 @@ def test_other_versions_have_other_entries(kept, small, sources, monkeypatch):
     assert len(seen) == 5 and None not in seen
 
 
-def test_changed_device_code_has_other_entries(kept, small, sources):
+def test_changed_device_code_has_other_entries(kept, small, sources, monkeypatch):
     before = cache.entry(small[0], small[2], "sm_90a")
     assert before is not None
     changed = sources / "sm90" / "fragments.py"
     changed.write_text(changed.read_text() + "\n")
-    os.utime(changed, (1e9, 1e9))
+    monkeypatch.setattr(cache, "IMPORTED", cache._stamps())  # as in another process
     after = cache.entry(small[0], small[2], "sm_90a")
     assert after is not None and before != after
 
 
-def test_code_that_was_edited_under_this_process_is_not_kept(kept, small, sources, exported):
-    before = cache.entry(small[0], small[2], "sm_90a")
-    os.utime(sources / "sm90" / "fragments.py", (cache.IMPORTED + 5, cache.IMPORTED + 5))
-    assert cache.entry(small[0], small[2], "sm_90a") is None and not cache.store(before, exported)
+@pytest.mark.parametrize("edit", ["appended", "older", "another"])
+def test_code_that_was_edited_under_this_process_is_not_kept(edit, kept, small, sources, exported, monkeypatch):
+    monkeypatch.setattr(once, "_said", set())
+    before, changed = cache.entry(small[0], small[2], "sm_90a"), sources / "sm90" / "fragments.py"
+    if edit == "appended":
+        changed.write_text(changed.read_text() + "\n")
+    elif edit == "older":  # the file system's clock is behind
+        os.utime(changed, (1e9, 1e9))
+    else:
+        (sources / "sm90" / "new.py").write_text("")
+    with pytest.warns(RuntimeWarning, match="compiled and not kept, because their sources were written after this process began"):
+        assert cache.entry(small[0], small[2], "sm_90a") is None and not cache.store(before, exported)
+
+
+def test_sources_from_the_future_are_as_good_as_others(kept, small, sources, monkeypatch):
+    """The clock of a file server may be ahead of this machine's."""
+    for path in sources.rglob("*.py"):
+        os.utime(path, (4e9, 4e9))
+    monkeypatch.setattr(cache, "IMPORTED", cache._stamps())
+    assert cache.entry(small[0], small[2], "sm_90a") is not None
 
 
 @pytest.mark.parametrize("value", ["0", "off", "False"])
@@ -273,7 +288,7 @@ def test_processes_that_compile_one_kernel_at_once(kept, small, path):
 
 
 def refused(monkeypatch):
-    monkeypatch.setattr(trust, "_said", set())
+    monkeypatch.setattr(once, "_said", set())
     return pytest.warns(RuntimeWarning, match="TILEWISE_CACHE_DIR names another folder")
 
 
@@ -314,7 +329,7 @@ def test_an_entry_of_another_user_is_not_loaded(kept, small, builds, path, monke
         status = lstat(at, **options)
         return os.stat_result((*status[:4], 12345, *status[5:])) if Path(at) == path else status
 
-    monkeypatch.setattr(trust.os, "lstat", changed)
+    monkeypatch.setattr(os, "lstat", changed)
     with refused(monkeypatch) as said:
         assert cache.load(path) is None and cache.load(path) is None
     assert len(said) == 1 and f"{path} belongs to another user (number 12345" in str(said[0].message)

@@ -250,6 +250,18 @@ def test_why_no_gpu(monkeypatch):
     assert prebuilt.why_no_gpu() == ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
 
 
+def test_the_wheel_says_what_is_in_it_and_under_which_terms(tool, tmp_path):
+    if not cache.library():
+        pytest.skip("the DSL is not installed, or not for this processor")
+    with zipfile.ZipFile(tool.write(tmp_path, {})) as archive:
+        about = "tilewise_kernels_sm90-0.1.0.dist-info"
+        named = re.findall(r"^License-File: (.*)$", archive.read(f"{about}/METADATA").decode(), re.MULTILINE)
+        held = {name: archive.read(f"{about}/licenses/{name}").decode() for name in named}
+    assert set(held) == {"LICENSE", "NOTICE", "LICENSE.zig"}
+    assert "Apache License" in held["LICENSE"] and "MIT" in held["LICENSE.zig"]
+    assert all(name in held["NOTICE"] for name in ("CuTe DSL", "launch.c", "compiler_rt", "libtvm_ffi", "LICENSE.zig"))
+
+
 def test_the_wheel(wheel, tool, small):
     assert wheel.name == "tilewise_kernels_sm90-0.1.0-py3-none-manylinux2014_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:

@@ -51,7 +51,7 @@ def test_a_call_is_warned_of(other, monkeypatch):
 
     monkeypatch.setattr(cache.prebuilt, "entry", lambda *_: None)
     monkeypatch.setattr(cache, "find_spec", lambda _: object())
-    monkeypatch.setattr(cache, "folder", lambda: None)
+    monkeypatch.setattr(cache, "folder", lambda: "the cache is away")
     with pytest.warns(RuntimeWarning, match="were tested with 4.8.1"):
         assert cache.entry("module:function", None, "sm_90a") is None
 

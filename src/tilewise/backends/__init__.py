@@ -49,6 +49,12 @@ class Backend(Protocol):
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
         raise NotImplementedError
 
+    def missing(self, problem: Problem) -> str:
+        """A sentence with the way out where this backend would run `problem` on this machine, if only what it needs were installed, or what was asked
+        for were here; else empty. For a problem that `why_not` refuses: what computes instead is many times slower, so that it is said.
+        """
+        return ""
+
     def tile(self, call: Call) -> tuple[int, int] | None:
         """(tile_m, tile_n) that this backend would use for `call`; None where it does not tile."""
         raise NotImplementedError

@@ -1,7 +1,6 @@
-"""What each command of the command line does: it calls the library, and prints what comes back."""
+"""What each command of the command line does, but those of plain.py: it calls the library, and prints what comes back."""
 
 import glob
-import json
 import math
 from argparse import Namespace
 from collections import Counter, defaultdict
@@ -10,23 +9,15 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from tilewise.cli.output import FAILED, OK, UNUSABLE, Output, console_for_tables, require_writable
-from tilewise.errors import UnsupportedError
+from tilewise.cli.codes import FAILED, OK, UNUSABLE
+from tilewise.cli.output import console_for_tables, require_writable
+from tilewise.cli.plain import require
 
 SHOWN_FAILURES = 20
 MOST_LINES = 60  # of a table with all numbers; of the ladder's sweep rates alone are shown beyond it
-
-
-def require(device: torch.device) -> None:
-    """Raise UnsupportedError where this machine has no such device."""
-    from tilewise.cli.doctor import devices, why_no_gpu
-
-    if not any(device == found or device == torch.device(found.type) for found in map(torch.device, devices())):
-        raise UnsupportedError(f"there is no device {device} here; {why_no_gpu() or 'tilewise doctor lists those that there are'}")
 
 
 def demo(options: Namespace) -> int:
@@ -190,38 +181,6 @@ def _bench_progress(bars: Progress):
     return lambda done, total, text: bars.update(task, completed=done, total=total, note=text)
 
 
-def explain(options: Namespace) -> int:
-    """Print what `tilewise.explain` says about the call that the options describe."""
-    import tilewise
-    from tilewise.bench.selectors import workloads_from
-    from tilewise.masks import parse
-
-    require(options.device)
-    selected = {name: getattr(options, name) for name in ("batch", "seqlen", "heads", "head_dim", "dtype")}
-    expression = "(" in options.mask  # an expression of constructors, rather than a short name
-    selected["mask"] = "full" if expression else options.mask
-    workload, *others = workloads_from(selected)
-    if others:
-        raise ValueError("explain describes one call: give one value for each option")
-    mask = parse(options.mask, []) if expression else workload.mask
-    shapes = (
-        (workload.batch, workload.seqlen_q, workload.heads_q, workload.head_dim),
-        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim),
-        (workload.batch, workload.seqlen_k, workload.heads_k, workload.head_dim_v),
-    )
-    try:
-        q, k, v = (torch.empty(shape, dtype=workload.dtype, device=options.device, requires_grad=options.grad) for shape in shapes)
-    except (RuntimeError, TypeError):  # out of memory, or no int64
-        gigabytes = sum(map(math.prod, shapes)) * workload.dtype.itemsize / 1e9
-        raise MemoryError(
-            f"q, k and v of this call would take {gigabytes:,.0f} GB, which {options.device} does not have; "
-            "give a smaller --seqlen, --batch, --heads or --head-dim"
-        ) from None
-    explanation = tilewise.explain(q, k, v, mask=mask, backend=options.backend)
-    Output().print(str(explanation), highlight=False, markup=False, soft_wrap=True)
-    return OK
-
-
 def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
@@ -260,66 +219,6 @@ def report(options: Namespace) -> int:
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK
-
-
-def doctor(options: Namespace) -> int:
-    """Say what is here; UNUSABLE when no backend can run on any device."""
-    from dataclasses import asdict
-
-    from tilewise import __version__
-    from tilewise.cli import doctor as diagnosis
-
-    devices, statuses = diagnosis.devices(), diagnosis.backends(diagnosis.devices())
-    verdict = OK if any(status.usable for status in statuses) else UNUSABLE
-    if options.json:
-        found = {
-            "tilewise": __version__,
-            "machine": diagnosis.machine(),
-            "devices": devices,
-            "packages": diagnosis.packages(),
-            "backends": [asdict(status) for status in statuses],
-            "integrations": [asdict(each) for each in diagnosis.integrations()],
-        }
-        print(json.dumps(found, indent=2))
-        return verdict
-    console = console_for_tables()
-    facts = Table(title=f"tilewise {__version__}", title_justify="left", show_header=False)
-    for name, value in diagnosis.machine().items():
-        facts.add_row(name, value)
-    for name, value in devices.items():
-        facts.add_row(name, value)
-    if reason := diagnosis.why_no_gpu():
-        facts.add_row("GPU", f"[yellow]none[/]: {reason}")
-    console.print(facts)
-    console.print(_packages_table(diagnosis))
-    console.print(_backends_table(statuses))
-    console.print(_integrations_table(diagnosis.integrations()))
-    return verdict
-
-
-def _backends_table(statuses: list) -> Table:
-    table = Table(title="Backends, for causal attention with gradients", title_justify="left")
-    for column in ("backend", "device", "usable", "what runs", "why not"):
-        table.add_column(column)
-    for status in statuses:
-        verdict = "[green]yes[/]" if status.usable else "[red]no[/]"
-        table.add_row(status.name, status.device, verdict, escape(status.description), escape("; ".join(status.reasons)))
-    return table
-
-
-def _integrations_table(integrations: list) -> Table:
-    table = Table("integration", "of", "here", "tested with", "use", title="Integrations", title_justify="left")
-    for each in integrations:
-        here = each.version or ("yes" if each.importable else "[dim]no[/]")
-        table.add_row(each.name, each.module, f"{here}, answered by tilewise" if each.installed else here, each.tested, each.use)
-    return table
-
-
-def _packages_table(diagnosis) -> Table:
-    table = Table("package", "version", "for", title="Packages", title_justify="left")
-    for name, version in diagnosis.packages().items():
-        table.add_row(name, version or "[dim]not installed[/]", diagnosis.PACKAGES[name])
-    return table
 
 
 def warmup(options: Namespace) -> int:

@@ -14,7 +14,8 @@ from tilewise.bench.decode_tables import Measured, decode_tables
 from tilewise.bench.decoding import measure
 from tilewise.bench.memory import available_bytes
 from tilewise.bench.runner import Timing
-from tilewise.cli.output import FAILED, OK, UNUSABLE, require_writable
+from tilewise.cli.codes import FAILED, OK, UNUSABLE
+from tilewise.cli.output import require_writable
 from tilewise.display.progress import progress
 
 FIXED = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data")

@@ -11,6 +11,7 @@ from importlib import metadata
 import torch
 
 from tilewise import compat
+from tilewise.machine import environment
 from tilewise.problem import Problem
 from tilewise.sm90 import cache, prebuilt
 from tilewise.sm90.jit import why_no_compiler
@@ -60,7 +61,7 @@ def integrations() -> list[compat.Integration]:
 
 
 def machine() -> dict[str, str]:
-    """Python, system, processor, memory, compilers, and where compiled GPU kernels are kept; what is empty is left out."""
+    """Python, system, processor, memory, compilers, and where compiled GPU kernels are kept, variables of ours; what is empty is left out."""
     facts = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
@@ -72,6 +73,7 @@ def machine() -> dict[str, str]:
         "kernel compiler": untested(),
         "kernel cache": "" if why_no_compiler() else cache.describe(),
         "prebuilt kernels": prebuilt.describe(),
+        "environment": "; ".join((*environment.given(), *environment.misspelt())),
     }
     return {name: value for name, value in facts.items() if value}
 

@@ -5,9 +5,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
-USAGE, UNUSABLE, INTERRUPTED, UNREAD = 2, 3, 130, 141
+from tilewise.cli.codes import INTERRUPTED, UNREAD, UNUSABLE, USAGE
+
+PLAIN = ("doctor", "explain")
 EXTRA, PRINTERS = "cli", ("rich", "matplotlib")  # what tables and pictures are made with, and the extra that installs it
 THREADS_A_CORE = 8  # more than this is a slip; some libraries crash where they cannot start as many as were asked for
 
@@ -101,8 +104,8 @@ def _discard_output() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tilewise.cli import commands
-
+    plain = options.command in PLAIN  # which print by themselves, and so run without `rich`
+    commands = import_module(f"tilewise.cli.{'plain' if plain else 'commands'}")
     if options.threads:
         import torch
 
@@ -113,8 +116,9 @@ def _run(options: argparse.Namespace) -> int:
 def sentence(error: Exception) -> str:
     """What went wrong, in one line."""
     if isinstance(error, ModuleNotFoundError):
-        what = f'"tilewise[{EXTRA}]"' if error.name in PRINTERS else error.name
-        return f"the package {error.name!r} is not installed; install it with: pip install {what}"
+        package = (error.name or "").partition(".")[0]
+        what = f'"tilewise[{EXTRA}]"' if package in PRINTERS else package
+        return f"the package {package!r} is not installed; install it with: pip install {what}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}"
     lines = str(error).strip().splitlines()

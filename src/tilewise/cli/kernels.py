@@ -15,7 +15,8 @@ from tilewise.bench import append
 from tilewise.bench import tune as tuning
 from tilewise.bench.selectors import workloads_from
 from tilewise.bench.workloads import Workload
-from tilewise.cli.output import FAILED, OK, require_writable
+from tilewise.cli.codes import FAILED, OK
+from tilewise.cli.output import require_writable
 from tilewise.display.progress import progress
 from tilewise.errors import UnsupportedError
 from tilewise.sm90 import cache, jit

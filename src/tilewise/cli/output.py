@@ -1,4 +1,4 @@
-"""Where commands write, and the codes with which they end."""
+"""Where commands write."""
 
 import errno
 import os
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-OK, FAILED, UNUSABLE = 0, 1, 3
 WIDE = 160  # columns of a table that goes to a file or a pipe, which have no width of their own
 
 

@@ -10,7 +10,8 @@ from tilewise.bench import append, find, ours
 from tilewise.bench.training import CONTENDERS, MODELS, SEQLENS, SIZES, TOKENS, Plan, attention_of, train
 from tilewise.bench.training_tables import training_table
 from tilewise.cli import ahead
-from tilewise.cli.output import FAILED, OK, UNUSABLE, require_writable
+from tilewise.cli.codes import FAILED, OK, UNUSABLE
+from tilewise.cli.output import require_writable
 
 FIXED = ("batch", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data", "set", "only")
 LIMIT_S = 240.0

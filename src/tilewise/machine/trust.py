@@ -5,12 +5,11 @@ A digest proves that a file is whole, not where it comes from. Who may write to 
 
 import os
 import stat
-import warnings
 from pathlib import Path
 
-MOST_LINKS = 40  # as many as Linux follows
+from tilewise.machine import once
 
-_said: set[str] = set()
+MOST_LINKS = 40  # as many as Linux follows
 
 
 def why_not(path: Path) -> str:
@@ -50,9 +49,7 @@ def why_not(path: Path) -> str:
 
 def warn(refused: str, instead: str) -> None:
     """Warn that nothing is loaded because of `refused`, a sentence of `why_not`, and what is done `instead`; once a process and sentence."""
-    if refused not in _said:
-        _said.add(refused)
-        warnings.warn(f"{refused}, so nothing is loaded from there: {instead}", RuntimeWarning, stacklevel=3)
+    once.warn(f"{refused}, so nothing is loaded from there: {instead}")
 
 
 def make_folder(path: Path) -> None:

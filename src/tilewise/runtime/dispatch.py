@@ -4,6 +4,7 @@ from functools import cache
 
 from tilewise.backends import Backend
 from tilewise.errors import UnsupportedError
+from tilewise.machine import environment, once
 from tilewise.problem import Problem
 
 CHOSEN_ONLY_BY_NAME = ("reference",)
@@ -17,6 +18,8 @@ def backends() -> tuple[Backend, ...]:
     from tilewise.backends.reference import Reference
     from tilewise.backends.tiled import Tiled
 
+    for sentence in environment.misspelt():
+        once.warn(sentence)
     return (Hopper(), Cpu(), Tiled(), Reference())
 
 
@@ -35,10 +38,15 @@ def reasons(problem: Problem, decodes: bool = False) -> dict[str, list[str]]:
 
 
 def _why_not(backend: Backend, problem: Problem, decodes: bool) -> list[str]:
+    return [*(backend.why_not_decode if decodes else backend.why_not)(problem), *_lacks(backend, problem)]
+
+
+def _lacks(backend: Backend, problem: Problem) -> list[str]:
+    """What no installation of the backend has."""
     lacks = ["it keeps no largest scores (return_max_logits)"] if problem.row_max and not backend.keeps_row_max else []
     if problem.eight_bits and not backend.eight_bits:
         lacks.append(f"it does not multiply in 8 bits ({f'precision={problem.precision!r}' if problem.precision else problem.dtype})")
-    return [*(backend.why_not_decode if decodes else backend.why_not)(problem), *lacks]
+    return lacks
 
 
 @cache
@@ -59,6 +67,14 @@ def choose(problem: Problem, name: str | None = None, decodes: bool = False) -> 
         return backend
     for backend in backends():
         if not found[backend.name] and backend.name not in CHOSEN_ONLY_BY_NAME:
+            _say_what_is_missing(backend, problem)
             return backend
     listing = "; ".join(f"{other}: {', '.join(why) or 'runs only when asked for by name'}" for other, why in found.items())
     raise UnsupportedError(f"no backend can run this problem ({problem}). {listing}.")
+
+
+def _say_what_is_missing(chosen: Backend, problem: Problem) -> None:
+    """Warn, once a process, where a better backend would run the problem if what it needs were installed."""
+    for backend in backends()[: backends().index(chosen)]:
+        if not _lacks(backend, problem) and (missing := backend.missing(problem)):
+            once.warn(f"{chosen.name!r} computes attention in place of {backend.name!r}, several times slower: {missing}")

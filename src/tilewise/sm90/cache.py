@@ -2,21 +2,24 @@
 
 An entry is a shared library that holds a kernel and what launches it. Loading one takes tvm-ffi and the DSL's runtime library, not the DSL, whose
 import and compiler take seconds. Entries lie in a folder that is named after everything besides the kernel's own identity that changes the
-code: versions, toolkit, this package's device code (`fingerprint`). They are written aside and renamed into place, and end with a digest of their
-name and content, so that what is cut short, damaged or misplaced is compiled again. A digest proves wholeness, not origin: nothing is loaded that
-another user could have written, or from a folder where one could (machine/trust.py); it is compiled instead, and kept by this process alone.
+code: versions, toolkit, this package's device code (`fingerprint`). They are sealed (machine/sealed.py), so that what is cut short, damaged or
+misplaced is compiled again. A digest proves wholeness, not origin: nothing is loaded that another user could have written, or from a folder where one
+could (machine/trust.py); it is compiled instead, and kept by this process alone. So it is where there is no folder, or no room in it.
+
+Only files that have the name of an entry, or of what is left of writing one, are ever removed, and none behind a symbolic link.
 
 Kernels that came in a wheel are looked for first (prebuilt.py). TILEWISE_CACHE_DIR moves the folder (default: $XDG_CACHE_HOME/tilewise,
 ~/.cache/tilewise); TILEWISE_CACHE=0 does without it, and without prebuilt ones.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
@@ -24,25 +27,30 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tilewise.errors import UnsupportedError
-from tilewise.machine import trust
+from tilewise.machine import environment, once, sealed, trust
+from tilewise.machine.folders import cache_folder, why_no_room
+from tilewise.machine.sealed import whole
 from tilewise.sm90 import link, prebuilt
-from tilewise.sm90.identity import FUNCTION, OFF, driver, name_of, sealed, settings, whole
+from tilewise.sm90.identity import FUNCTION, driver, name_of, settings
 from tilewise.sm90.versions import DSL, warn_untested
 
 MOST_BYTES = 512 << 20  # beyond it the entries that were not used for longest go; a kernel takes 0.1 MB
 RUNTIME = "libcute_dsl_runtime.so"
 PACKAGE = Path(__file__).parent.parent
 SOURCES = ("sm90", "backends/hopper", "backends/tables", "ladder")
-IMPORTED = time.time()
+VERSION = re.compile("[0-9a-f]{16}")  # a folder of entries
+ENTRY = re.compile(r"[0-9a-f]{32}\.so")
+LEFT = re.compile(r"\.[0-9a-f]{32}\.(lock|\w{8}\.tmp)")  # behind a process that was stopped while it compiled or wrote
+NOT_KEPT = "compiled kernels are not kept, and every process compiles what it needs: {}"
 INSTEAD = "this process compiles its kernels itself (TILEWISE_CACHE_DIR names another folder for them)"
 
 
-def folder() -> Path | None:
-    """Where entries of all versions lie; None where the cache is switched off."""
-    if os.environ.get("TILEWISE_CACHE", "").lower() in OFF:
-        return None
-    root = os.environ.get("TILEWISE_CACHE_DIR")
-    return (Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise") / "hopper"
+def folder() -> Path | str:
+    """Where entries of all versions lie; a sentence where there is no such place."""
+    if environment.switched_off("TILEWISE_CACHE"):
+        return f"the cache is off, because TILEWISE_CACHE is {os.environ['TILEWISE_CACHE']!r}"
+    root = environment.named("TILEWISE_CACHE_DIR") or cache_folder()
+    return root if isinstance(root, str) else root / "hopper"
 
 
 def entry(launch: str, config, arch: str) -> Path | None:
@@ -57,7 +65,11 @@ def entry(launch: str, config, arch: str) -> Path | None:
         raise UnsupportedError(prebuilt.why_no_kernel(launch, config))
     warn_untested()
     root = folder()
-    if root is None or not library() or "<locals>" in launch or not _as_imported():
+    if isinstance(root, str):
+        if not environment.switched_off("TILEWISE_CACHE"):
+            once.warn(NOT_KEPT.format(root))
+        return None
+    if not library() or "<locals>" in launch or not _as_imported():
         return None
     return root / fingerprint()[:16] / f"{name_of(launch, config, arch)}.so"
 
@@ -92,14 +104,7 @@ def store(path: Path, kernel) -> bool:
         trust.make_folder(path.parent)
         if not _trusted(path.parent):
             return False
-        handle, written = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(sealed(path, content))
-            os.replace(written, path)
-        except BaseException:
-            os.unlink(written)
-            raise
+        sealed.write(path, content)
         _evict(path)
     except (OSError, link.NotLinkable):
         return False
@@ -107,42 +112,44 @@ def store(path: Path, kernel) -> bool:
 
 
 def keeps(path: Path) -> bool:
-    """Whether an entry that is stored there would be one to load, as far as can be said before it is made."""
-    writable = not path.parent.exists() or os.access(path.parent, os.W_OK | os.X_OK)
-    return writable and not (prebuilt.owns(path) or why_not() or trust.why_not(path.parent))
+    """Whether an entry that is stored there would be one to load, as far as can be said before it is made; a warning says once why none would.
+
+    Asked before a kernel is compiled, because one that is compiled to be kept cannot be run.
+    """
+    if prebuilt.owns(path) or trust.why_not(path.parent):
+        return False
+    why = why_not() or _why_no_room(path.parent)
+    if why:
+        once.warn(NOT_KEPT.format(why))
+    return not why
 
 
 def entries() -> list[Path]:
-    """The entries of all versions, and what was left of writing some."""
-    root = folder()
-    if root is None or trust.why_not(root):  # in a folder of others', a name may lead anywhere
-        return []
-    return [path for path in root.glob("*/*") if path.is_file()]
+    """The entries of all versions."""
+    return [path for path in _files() if ENTRY.fullmatch(path.name)]
 
 
 def clear() -> int:
-    """Remove every entry; how many there were."""
-    found = entries()
-    for path in found:
-        path.unlink(missing_ok=True)
-    for version in {path.parent for path in found}:
-        try:
+    """Remove every entry, and what is left of writing some; how many entries there were."""
+    gone = [path for path in list(_files()) if _removed(path)]
+    for version in {path.parent for path in gone}:
+        with contextlib.suppress(OSError):  # somebody is writing there, or keeps files of their own there
             version.rmdir()
-        except OSError:  # somebody is writing there
-            continue
-    return len(found)
+    return sum(ENTRY.fullmatch(path.name) is not None for path in gone)
 
 
 def why_not() -> str:
     """Why this process can keep no kernels; empty where it can."""
     root = folder()
-    if root is None:
-        return f"the cache is off, because TILEWISE_CACHE is {os.environ['TILEWISE_CACHE']!r}"
+    if isinstance(root, str):
+        return root
     if platform.machine() != "x86_64":
         return f"entries are made for x86_64, and this is {platform.machine()}"
-    existing = next(path for path in (root, *root.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} cannot be written to; TILEWISE_CACHE_DIR names another folder"
+    if os.path.islink(root):
+        return f"{root} is a symbolic link, behind which nothing is removed; TILEWISE_CACHE_DIR names another folder"
+    if no_room := _why_no_room(root):
+        return no_room
+    existing = next(path for path in (root, *root.parents) if os.path.exists(path))
     if hasattr(os, "ST_NOEXEC") and os.statvfs(existing).f_flag & os.ST_NOEXEC:
         return f"{existing} is on a file system that lets nothing be executed; TILEWISE_CACHE_DIR names another folder"
     if refused := trust.why_not(root):
@@ -153,7 +160,7 @@ def why_not() -> str:
 def describe() -> str:
     """Where compiled kernels are kept and how many, and why no more can be."""
     found, root, wrong = entries(), folder(), why_not()
-    there = f"{root}: {len(found)} kernels, {sum(map(_size, found)) / 1e6:.1f} MB" if root else ""
+    there = f"{root}: {len(found)} kernels, {sum(map(_size, found)) / 1e6:.1f} MB" if isinstance(root, Path) else ""
     return "; ".join(filter(None, (there, wrong and f"every process compiles what it needs: {wrong}")))
 
 
@@ -191,9 +198,26 @@ def _sources() -> list[Path]:
     return [path for source in SOURCES for path in sorted((PACKAGE / source).rglob("*.py"))]
 
 
+def _stamps() -> set[tuple]:
+    """What changes when a source is written, whatever the clocks of this machine and of the sources' file system say."""
+    found, folders = set(), [str(PACKAGE / source) for source in SOURCES]
+    while folders:
+        for each in _listed(folders.pop()):
+            if each.name.endswith(".py"):
+                with contextlib.suppress(FileNotFoundError):
+                    status = each.stat()
+                    found.add((each.path, status.st_mtime_ns, status.st_size, status.st_ino))
+            elif each.name != "__pycache__" and each.is_dir():
+                folders.append(each.path)
+    return found
+
+
 def _as_imported() -> bool:
-    """Whether no source was written after this process began to import them: what it compiles is then what they say."""
-    return all(path.stat().st_mtime <= IMPORTED for path in _sources())
+    """Whether no source was written since this process began to import them: what it compiles is then what they say."""
+    same = _stamps() == IMPORTED
+    if not same:
+        once.warn("kernels are compiled and not kept, because their sources were written after this process began: start another")
+    return same
 
 
 @cache
@@ -207,6 +231,17 @@ def _trusted(path: Path) -> bool:
     if refused := trust.why_not(path):
         trust.warn(refused, INSTEAD)
     return not refused
+
+
+def _why_no_room(at: Path) -> str:
+    """Why no kernel can be written into the folder, or aside to be linked; empty where one can."""
+    if wrong := why_no_room(at):
+        return f"{wrong}; TILEWISE_CACHE_DIR names another folder"
+    try:
+        wrong = why_no_room(Path(tempfile.gettempdir()))
+    except OSError as error:
+        wrong = error.strerror
+    return wrong and f"{wrong}, for files of the moment; TMPDIR names another folder"
 
 
 def _touch(path: Path) -> None:
@@ -231,15 +266,45 @@ def _evict(keep: Path) -> None:
     for _, size, path in found:
         if total <= MOST_BYTES:
             return
-        if path != keep:
-            path.unlink(missing_ok=True)
+        if path != keep and _removed(path):
             total -= size
 
 
+def _removed(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
 def _used() -> Iterator[tuple[float, int, Path]]:
-    for path in entries():
+    for path in _files():
         try:
             status = path.stat()
         except OSError:
             continue
         yield status.st_mtime, status.st_size, path
+
+
+def _files() -> Iterator[Path]:
+    """What this cache wrote, by its name: the entries of all versions, and what is left of writing some. Others' files may lie beside it."""
+    root = folder()
+    if isinstance(root, str) or os.path.islink(root) or trust.why_not(root):  # in a folder of others', a name may lead anywhere
+        return
+    versions = [each for each in _listed(root) if VERSION.fullmatch(each.name) and each.is_dir(follow_symlinks=False)]
+    for version in versions:
+        for each in _listed(version.path):
+            if (ENTRY.fullmatch(each.name) or LEFT.fullmatch(each.name)) and each.is_file(follow_symlinks=False):
+                yield Path(each.path)
+
+
+def _listed(at: str | Path) -> list[os.DirEntry]:
+    try:
+        with os.scandir(at) as found:
+            return list(found)
+    except OSError:
+        return []
+
+
+IMPORTED = _stamps()

@@ -22,8 +22,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from tilewise.machine import environment
 from tilewise.sm90 import cache, jit, lock
-from tilewise.sm90.identity import OFF
 
 IDLE_S = 60.0
 MOST = 4  # helpers of a process, half a gigabyte each
@@ -75,7 +75,7 @@ class Helper:
 
 def why_not() -> str:
     """Why this process has no helpers; empty where it may."""
-    if os.environ.get("TILEWISE_HELPERS", "").lower() in OFF:
+    if environment.switched_off("TILEWISE_HELPERS"):
         return f"TILEWISE_HELPERS is {os.environ['TILEWISE_HELPERS']!r}"
     if sys.platform != "linux" or getattr(sys, "frozen", False) or not Path(sys.executable or "").name.startswith("python"):
         return "no Python can be started here as a program of its own"

@@ -1,4 +1,4 @@
-"""What a compiled kernel on disk is called, whether it is whole, and what besides versions decides its code: of entries made here and elsewhere."""
+"""What a compiled kernel on disk is called, and what besides versions decides its code: of entries made here and elsewhere."""
 
 import ctypes
 import hashlib
@@ -7,9 +7,7 @@ from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
-OFF = ("0", "off", "no", "false")  # values of TILEWISE_CACHE
 FUNCTION = "tilewise"  # the name of every entry's function
-MARK = b"tilewise"  # ahead of the digest at an entry's end
 APART = tuple(f"CUTE_DSL_{name}" for name in ("ARCH", "KEEP", "DUMP_DIR", "LIBS"))  # these change no code, or are told otherwise
 
 
@@ -20,25 +18,6 @@ def name_of(launch: str, config, arch: str) -> str:
         raise TypeError(f"{type(config).__name__}.{odd[0]} has no lasting name, which a compiled kernel is found by")
     identity = repr((launch, _own_source(launch), type(config).__qualname__, values, arch))
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
-
-
-def whole(path: Path) -> bool:
-    """Whether there is an entry, as it was written."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    end = len(content) - len(MARK) - hashlib.sha256().digest_size
-    return end > 0 and content[end:] == _seal(path, content[:end])
-
-
-def sealed(path: Path, content: bytes) -> bytes:
-    """What an entry at `path` holds."""
-    return content + _seal(path, content)
-
-
-def _seal(path: Path, content: bytes) -> bytes:
-    return MARK + hashlib.sha256(path.stem.encode() + content).digest()
 
 
 def settings() -> list[str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from tilewise.machine import environment, sealed
 from tilewise.sm90 import identity
 
 PACKAGE, DISTRIBUTION = "tilewise_kernels_sm90", "tilewise-kernels-sm90"
@@ -38,7 +39,7 @@ def entry(launch: str, config, arch: str) -> Path | None:
     if not launch.startswith("tilewise.backends.") or why_not():
         return None
     path = folder() / f"{identity.name_of(launch, config, arch)}.so"
-    return path if identity.whole(path) else None
+    return path if sealed.whole(path) else None
 
 
 def owns(path: Path) -> bool:
@@ -78,7 +79,7 @@ def why_not() -> str:
     if folder() is None:
         return f"{DISTRIBUTION} is not installed"
     name = f"{DISTRIBUTION} {facts().get('version', '')}".strip()
-    if os.environ.get("TILEWISE_CACHE", "").lower() in identity.OFF:
+    if environment.switched_off("TILEWISE_CACHE"):
         return f"{name} is not used, because TILEWISE_CACHE is {os.environ['TILEWISE_CACHE']!r}"
     wrong = [*_differences(facts())]
     return f"{name} is not used: {'; '.join(wrong)}" if wrong else ""

@@ -14,11 +14,11 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.backends import Backend
-from tilewise.backends.cpu import abi
+from tilewise.backends.cpu import abi, native
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.documents import bounds_of, documents_of
-from tilewise.backends.cpu.native import Library, failure, library, problem, run
+from tilewise.backends.cpu.native import Library, failure, library, run
 from tilewise.backends.cpu.planes import TILE_N, planes_of, planes_of_sequences
 from tilewise.backends.cpu.repeat import Repeat
 from tilewise.masks import Documents, Full
@@ -50,11 +50,16 @@ class Cpu(Backend):
         if what.device != "cpu":
             return [f"it computes on the CPU, the tensors are on {what.device}"]
         reasons = what.mixed if what.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {what.dtype}"]
-        if missing := problem():
+        if missing := native.problem():
             reasons.append(missing)
         elif self.isa not in (None, "auto", *library().isas):
             reasons.append(f"instruction set {self.isa!r} is not available here; there are {', '.join(library().isas)}")
         return reasons
+
+    def missing(self, problem: Problem) -> str:
+        """Why the kernel is not here, where it would compute the problem."""
+        ours = problem.device == "cpu" and problem.dtype in DTYPES and not problem.mixed
+        return native.problem() or "" if ours else ""
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(queries, keys) by which the kernel looks a mask up; within them it crops to the panel in hand."""

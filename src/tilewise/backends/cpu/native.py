@@ -1,16 +1,17 @@
 """Finding and loading the compiled kernel: one shared library, no Python or torch symbols in it.
 
-Looked for, in this order: the file that TILEWISE_CPU_LIBRARY names; next to this module (put there by `pip install`); what `build.py`
-compiled from exactly these sources. Where none is found the library works without it, and `problem()` says why.
+Looked for, in this order: the file that TILEWISE_CPU_LIBRARY names, and then no other; next to this module (put there by `pip install`); what
+`build.py` compiled from exactly these sources. Where none is found the library works without it, and `problem()` says why.
 
-The file that is named, and what build.py left in the user's cache, are loaded only where no other user could have written them (trust.py). The
-cache is then passed over with a warning; the named file, which somebody asked for, is a reason why there is no kernel. What lies next to this
-module is as trustworthy as this module.
+The file that is named, and what build.py left in the user's cache, are loaded only where no other user could have written them (machine/trust.py).
+What lies next to this module is as trustworthy as this module. None is loaded that was cut short, as it would end the process; what build.py left
+is known by its seal to be whole (machine/sealed.py).
 """
 
 import ctypes
 import os
 import sys
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.abi import NAME
-from tilewise.machine import trust
+from tilewise.machine import environment, sealed, trust
 
 _FAILURES = {abi.NO_MEMORY: "out of memory", abi.BAD_ABI: "it is of another version", abi.BAD_ISA: "no such instruction set"}
 
@@ -79,15 +80,10 @@ def failure(status: int) -> Exception:
 @cache
 def _load() -> Library | str:
     """The library, or the reason why there is none. The environment is read once, when the first call loads it."""
-    path, isa = os.environ.get("TILEWISE_CPU_LIBRARY"), os.environ.get("TILEWISE_CPU_ISA", "auto")
-    if path and (refused := trust.why_not(Path(path))):
-        return f"TILEWISE_CPU_LIBRARY={path} is not loaded, as others may have written it: {refused}"
-    found = Path(path) if path else _installed() or _built()
-    if found is None:
-        return (
-            "its compiled kernel is not installed, or is older than its sources: reinstall tilewise where a C++ compiler (GCC 12 or Clang 14, or "
-            "later) is found, or run `python -m tilewise.backends.cpu.build`"
-        )
+    isa = os.environ.get("TILEWISE_CPU_ISA") or "auto"
+    found = _found()
+    if isinstance(found, str):
+        return found
     try:
         functions = ctypes.CDLL(str(found))
         info = abi.Info()
@@ -113,30 +109,86 @@ def _load() -> Library | str:
     return Library(found, best if isa == "auto" else isa, isa != "auto", isas, pool is not None, functions)
 
 
-def _installed() -> Path | None:
-    """The library that lies next to this module; or elsewhere, as that of an editable install does, if it is not older than a source."""
+def _found() -> Path | str:
+    """The library to load, or the reason why there is none."""
+    if os.environ.get("TILEWISE_CPU_LIBRARY"):
+        return _named()
+    passed_over = []
+    for look in (_installed, _built):
+        found = look()
+        if isinstance(found, Path):
+            return found
+        passed_over.append(found)
+    return "; ".join(
+        (
+            "its compiled kernel is not installed, or is older than its sources: reinstall tilewise where a C++ compiler (GCC 12 or Clang 14, or "
+            "later) is found, or run `python -m tilewise.backends.cpu.build`",
+            *filter(None, passed_over),
+        )
+    )
+
+
+def _named() -> Path | str:
+    """The library that TILEWISE_CPU_LIBRARY names: the absolute path that is looked at here is the one to load."""
+    path = environment.named("TILEWISE_CPU_LIBRARY")
+    if isinstance(path, str):
+        return path
+    said = f"TILEWISE_CPU_LIBRARY={os.environ['TILEWISE_CPU_LIBRARY']} is not loaded"
+    if refused := trust.why_not(path):
+        return f"{said}, as others may have written it: {refused}"
+    wrong = _unfit(path)
+    return f"{said}: {wrong}" if wrong else path
+
+
+def _installed() -> Path | str:
+    """The library that lies next to this module; or elsewhere, as that of an editable install does, if it is not older than a source.
+
+    Otherwise a sentence, empty where there is none.
+    """
     here, places = Path(__file__).parent, map(Path, sys.modules[__package__].__path__)
-    found = (place / NAME for place in places if (place / NAME).exists())
-    return next((path for path in found if path.parent == here or not _older_than_sources(path)), None)
+    wrong = ""
+    for path in (place / NAME for place in places if (place / NAME).exists()):
+        wrong = _unfit(path) or (path.parent != here and _older_than_sources(path)) or ""
+        if not wrong:
+            return path
+    return wrong
 
 
-def _older_than_sources(path: Path) -> bool:
+def _unfit(path: Path) -> str:
+    """Why a library without a seal cannot be loaded, as far as that is known before it is; empty where nothing speaks against it."""
+    try:
+        if path.exists() and not path.is_file():
+            return f"{path} is no file"
+        return f"{path} is cut short: install it again" if sealed.cut_short(path) else ""
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+
+
+def _older_than_sources(path: Path) -> str:
     from tilewise.backends.cpu.build import DEFINITIONS, SOURCES
 
-    return any(source.stat().st_mtime > path.stat().st_mtime for source in (DEFINITIONS, *SOURCES.glob("*")))
+    newest = max((DEFINITIONS, *SOURCES.glob("*")), key=lambda source: source.stat().st_mtime)
+    if newest.stat().st_mtime <= path.stat().st_mtime:
+        return ""
+    ahead = (
+        ", which by this machine's clock is yet to be written: set the clock, or touch it" if newest.stat().st_mtime > time.time() else ""
+    )
+    return f"{path} is older than {newest}{ahead}"
 
 
-def _built() -> Path | None:
-    """The library that build.py compiled from these sources, where nobody else could have put it there."""
+def _built() -> Path | str:
+    """The library that build.py compiled from these sources, whole, where nobody else could have put it there; or a sentence, empty where there
+    is none."""
     from tilewise.backends.cpu.build import target
 
     path = target()
-    if not path.exists():
-        return None
+    if isinstance(path, str):
+        return f"nor can a built one be kept, as {path}"
+    if not os.path.lexists(path):
+        return ""
     if refused := trust.why_not(path):
-        trust.warn(refused, "the CPU kernel that build.py compiles is looked for elsewhere (XDG_CACHE_HOME names another folder)")
-        return None
-    return path
+        return f"{path} is not loaded, as others may have written it: {refused} (XDG_CACHE_HOME names another folder)"
+    return path if sealed.whole(path) else f"{path} is not as `python -m tilewise.backends.cpu.build` wrote it, which makes it again"
 
 
 def _shared_pool() -> ctypes.c_void_p | None:

@@ -51,6 +51,12 @@ class Hopper(Backend):
             return prebuilt.why_no_gpu(problem.capability)  # what prebuilt kernels there are, `decode` knows
         return jit.why_not_here(problem.capability)
 
+    def missing(self, problem: Problem) -> str:
+        """What keeps a Hopper GPU that is here from running the problem: no compiler, and no prebuilt kernels."""
+        if coverage.refused(problem) or prebuilt.why_no_gpu(problem.capability):
+            return ""
+        return "; ".join(self.why_not(problem))
+
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the kernel."""
         config_of = eight_bits.config_of if call.problem.eight_bits else forward_plan.config_of
