@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from tilewise.errors import ShapeError, UnsupportedError
 
 Function = TypeVar("Function", bound=Callable)
+PACKAGE = __name__.rpartition(".")[0] + "."
 
 
 class ArgumentError(ShapeError, RuntimeError):
@@ -27,6 +28,8 @@ def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function],
 
         def told(error: Exception) -> str:
             text = "".join(map(str, error.args[:1])).removeprefix(begin)  # torch 2.11 cannot trace str(error)
+            if text.startswith(PACKAGE):  # of another drop-in, which this one calls
+                text = text.partition(": ")[2]
             return begin + (words.sub(lambda found: renamed[found[1]], text) if words else text)
 
         return _guarded(function, told)

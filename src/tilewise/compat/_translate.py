@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import DTYPES, ShapeError, check_like, check_number, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, check_like, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
@@ -174,19 +174,44 @@ def attend_packed(
     """
     q, k, given = _with_second_part(q, k, v, qv, given, ("total",))
     options = given.keywords()
-    cu_q, cu_k, seqused_k = of_q.cu_seqlens, of_k.cu_seqlens, of_k.used
+    cu_q, cu_k, seqused_k = in_use(of_q, of_k)
     if of_q.used is not None:
-        for name, packed in (("q", of_q), ("k", of_k)):
-            check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, ("sequences + 1",), api.INDEX_DTYPES)
-            packed.check(f"seqused_{name}")
-        check_size("cu_seqlens_k", "length", cu_k.shape[0], cu_q.shape[0], "cu_seqlens_q")
-        cu_q, cu_k, seqused_k = *_with_gaps(of_q, of_k), None
         slopes = given.alibi_slopes
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
         more |= {name: more[name].repeat_interleave(3, 0) for name in SCALES & more.keys()}
     found = attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=with_lse)
     return found if with_lse else (found, None)
+
+
+def in_use(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cu_seqlens_q, cu_seqlens_k and seqused_k of `attention_varlen`; where of_q says what is in use, of three times the sequences."""
+    if of_q.used is None:
+        return of_q.cu_seqlens, of_k.cu_seqlens, of_k.used
+    for name, packed in (("q", of_q), ("k", of_k)):
+        check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, ("sequences + 1",), api.INDEX_DTYPES)
+        packed.check(f"seqused_{name}")
+    check_size("cu_seqlens_k", "length", of_k.cu_seqlens.shape[0], of_q.cu_seqlens.shape[0], "cu_seqlens_q")
+    return *_with_gaps(of_q, of_k), None
+
+
+def flattened(
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, used: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Packed, torch.Size | None]:
+    """Packed tensors, as they are with cu_seqlens, else of batches (batch, seqlen, ...); their lengths; and (batch, seqlen), None of the former."""
+    if cu_seqlens is not None:
+        return tensors, Packed(cu_seqlens, used), None
+    first = next(x for x in tensors if x is not None)
+    check_tensor("q and k without cu_seqlens", first, ("batch", "seqlen", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
+    return tuple(x if x is None else x.flatten(0, 1) for x in tensors), Packed.of_batch(first, used), first.shape[:2]
+
+
+def into(out: Tensor, given: Tensor | None, name: str) -> Tensor:
+    """`out`, written into `given` where that is a tensor."""
+    if given is None:
+        return out
+    check_size(name, "shape", given.shape, out.shape, "q with v's head_dim")
+    return given.copy_(out)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:

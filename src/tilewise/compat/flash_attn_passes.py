@@ -101,7 +101,7 @@ def _flash_attn_backward(
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v)
     mask = api.combine(given.causal, given.mask)
-    _backward((dout, out, softmax_lse), (dq, dk, dv), _operands(q, k, v, mask, given, dropout_p, rng_state, deterministic))
+    write((dout, out, softmax_lse), (dq, dk, dv), operands(q, k, v, mask, given, dropout_p, rng_state, deterministic))
     return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
@@ -135,9 +135,9 @@ def _flash_attn_varlen_backward(
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v, packed=True)
     alone = given._replace(alibi_slopes=None)
-    alone = _operands(q[None], k[None], v[None], Full(), alone, dropout_p, rng_state, deterministic)
+    alone = operands(q[None], k[None], v[None], Full(), alone, dropout_p, rng_state, deterministic)
     packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask), alibi_slopes=alibi_slopes)
-    _backward(tuple(x[None] for x in (dout, out, softmax_lse)), tuple(x if x is None else x[None] for x in (dq, dk, dv)), packed)
+    write(tuple(x[None] for x in (dout, out, softmax_lse)), (dq, dk, dv), packed)
     return (dout.float() * out.float()).sum(-1).transpose(0, 1)
 
 
@@ -164,8 +164,8 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
 
 
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p=0.0, rng_state: Tensor | None = None, deterministic=False
 ):
     """What the backward operator takes beside O, LSE and their gradients."""
     dropout = _dropout(dropout_p, rng_state)
@@ -186,13 +186,18 @@ def _operands(
     return found._replace(grad=True)
 
 
-def _backward(passed: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor | None, ...], operands: operator.Operands) -> None:
-    """Gradients of `operands` from the (dout, out, softmax_lse) that were passed, into those wanted."""
+def places(tensors: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Where the gradients of `tensors` go: what is given, else new tensors."""
+    return tuple(torch.empty_like(x) if into is None else into for x, into in zip(tensors, given, strict=True))
+
+
+def write(passed: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor | None, ...], given: operator.Operands) -> None:
+    """Gradients of `given` from the (dout, out, softmax_lse) that were passed, into those wanted."""
     dout, out, lse = passed
     check_size("dout", "shape", dout.shape, out.shape, "out")
     with torch.no_grad():
         lse = translate.negative_infinity(lse)
-        found = operator.backward(out, lse, dout, None, False, *operands)
+        found = operator.backward(out, lse, dout, None, False, *given)
         for gradient, into in zip(found, wanted, strict=False):
             if into is not None:
-                into.copy_(gradient)
+                into.copy_(gradient.view(into.shape))
