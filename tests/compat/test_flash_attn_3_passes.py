@@ -127,3 +127,21 @@ def test_apply_is_the_function():
     got = passes.FlashAttnVarlenFunc.apply(*packed, CU_Q, CU_K, None, used, 13, 15, *rest)
     assert torch.equal(got, flash_attn_3.flash_attn_varlen_func(*packed, CU_Q, CU_K, 13, 15, None, used, *rest))
     assert "causal" in inspect.getfullargspec(passes._flash_attn_forward).args
+
+
+@pytest.mark.parametrize("used", ["", "q", "qk"])
+def test_sequences_that_begin_above_0(used):
+    leaves = [x.detach()[0].requires_grad_() for x in qkv(1, 23, 26)]
+    counts = {f"seqused_{x}": torch.tensor([5, 11], dtype=torch.int32) for x in used}
+    lengths = {"cu_seqlens_q": CU_Q + 3, "cu_seqlens_k": CU_K + 2, "max_seqlen_q": 13, "max_seqlen_k": 15}
+    alone = [x.detach()[n:] for x, n in zip(leaves, (3, 2, 2), strict=True)]
+    zero = lengths | {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K}
+    o, lse = flash_attn_3.flash_attn_varlen_func(*alone, **zero, **counts, causal=True, return_attn_probs=True)
+
+    def call(*x):
+        found = flash_attn_3.flash_attn_varlen_func(*x, **lengths, **counts, return_attn_probs=True, causal=True)
+        assert torch.equal(found[0][3:], o) and torch.equal(found[1][:, 3:], lse) and (found[1][:, :3] == -torch.inf).all()
+        return found
+
+    back = lengths | {f"sequed_{x}": counts[f"seqused_{x}"] for x in used}
+    compare(leaves, call, (lengths | counts, back), {"causal": True})

@@ -154,6 +154,10 @@ class Packed(NamedTuple):
         batch, seqlen = x.shape[:2]
         return cls(torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen, used)
 
+    def without(self, tokens: int) -> "Packed":
+        """The lengths where so many tokens before the first sequence are left out."""
+        return self._replace(cu_seqlens=self.cu_seqlens - tokens) if tokens else self
+
     def check(self, name: str) -> None:
         """Refuse lengths in use that are not within their sequences."""
         if self.used is None:
@@ -166,12 +170,43 @@ class Packed(NamedTuple):
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, with_lse: bool = True, **more
+    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows; None where it is not wanted.
 
-    Rows and keys that are not in use see and are seen by nothing.
+    Rows and keys that are not in use, or lie before the first sequence or behind the last, see and are seen by nothing.
     """
+    try:
+        return _attend_packed(q, k, v, of_q, of_k, given, qv, **more)
+    except ShapeError:  # which the core has for sequences that begin above 0
+        first_q, first_k = first_tokens(of_q.cu_seqlens, of_k.cu_seqlens)
+        if not (first_q or first_k):
+            raise
+    for name, packed, x in (("q", of_q, q), ("k", of_k, k)):
+        if (end := int(packed.cu_seqlens[-1])) > x.shape[0]:
+            raise ShapeError(f"cu_seqlens_{name} reaches position {end}, but {name} has {x.shape[0]} tokens; it must not go beyond them")
+    of_q, of_k = of_q.without(first_q), of_k.without(first_k)
+    o, lse = _attend_packed(q[first_q:], k[first_k:], v[first_k:], of_q, of_k, given, qv if qv is None else qv[first_q:], **more)
+    return with_front(o, lse, first_q)
+
+
+def first_tokens(*cu_seqlens: Tensor) -> list[int]:
+    """Where the first sequence begins, of each of cu_seqlens; 0 where nobody may look, and of what is no cu_seqlens. Waits for the device."""
+    if is_compiling() or (any(x.is_cuda for x in cu_seqlens) and torch.cuda.is_current_stream_capturing()):
+        return [0] * len(cu_seqlens)
+    return [max(int(x[0]), 0) if x.dim() == 1 and x.shape[0] and x.dtype in api.INDEX_DTYPES else 0 for x in cu_seqlens]
+
+
+def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
+    """O (total, heads, head_dim) and LSE (heads, total) with so many rows before them that see no key."""
+    pad = torch.nn.functional.pad
+    return pad(o, (0, 0, 0, 0, rows, 0)), None if lse is None else pad(lse, (rows, 0), value=-torch.inf)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, qv: Tensor | None, with_lse: bool = True, **more
+) -> tuple[Tensor, Tensor | None]:
+    """`attend_packed`, of sequences that begin at 0."""
     q, k, given = _with_second_part(q, k, v, qv, given, ("total",))
     options = given.keywords()
     cu_q, cu_k, seqused_k = in_use(of_q, of_k)

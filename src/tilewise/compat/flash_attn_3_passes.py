@@ -13,7 +13,7 @@ from tilewise.compat import _translate as translate
 from tilewise.compat import flash_attn_3
 from tilewise.compat._refusals import answers
 from tilewise.compat.flash_attn_functions import maybe_contiguous, round_multiple
-from tilewise.compat.flash_attn_passes import operands, places, write
+from tilewise.compat.flash_attn_passes import operands, places, write, write_packed
 from tilewise.errors import UnsupportedError, check_qkv
 
 __all__ = ["FlashAttnFunc", "FlashAttnQKVPackedFunc", "FlashAttnVarlenFunc", "_flash_attn_backward", "_flash_attn_forward"]
@@ -145,19 +145,15 @@ def _flash_attn_backward(
     window = words.get("window_size", (window_size_left, window_size_right))
     given = translate.options(words.get("causal", is_causal), window, softmax_scale, softcap)
     grads = places((q, k, v), (dq, dk, dv))
-    mask = api.combine(given.causal, given.mask)
     if cu_seqlens_q is cu_seqlens_k is sequed_q is sequed_k is None:
         check_qkv(q, k, v)
-        write((dout, out, softmax_lse), grads, operands(q, k, v, mask, given, deterministic=deterministic))
+        write((dout, out, softmax_lse), grads, operands(q, k, v, api.combine(given.causal, given.mask), given, deterministic=deterministic))
     else:
         (flat_q, flat_dout, flat_out), of_q, shape = translate.flattened((q, dout, out), cu_seqlens_q, sequed_q)
         (flat_k, flat_v), of_k, _ = translate.flattened((k, v), cu_seqlens_k, sequed_k)
         check_qkv(flat_q, flat_k, flat_v, packed=True)
         lse = softmax_lse if shape is None else softmax_lse.transpose(0, 1).flatten(1)
-        cu_q, cu_k, seqused_k = translate.in_use(of_q, of_k)
-        whole = operands(flat_q[None], flat_k[None], flat_v[None], mask, given, deterministic=deterministic)
-        packed = api.documents(whole, cu_q, cu_k, mask, seqused_k=seqused_k)
-        write(tuple(x[None] for x in (flat_dout, flat_out, lse)), grads, packed)
+        write_packed((flat_dout, flat_out, lse), (flat_q, flat_k, flat_v), (of_q, of_k), grads, given, 0.0, None, deterministic)
     delta = (dout.float() * out.float()).sum(-1).transpose(-1, -2)
     return (*grads, delta) if words else delta
 
