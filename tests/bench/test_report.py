@@ -331,3 +331,22 @@ def test_the_markers_of_the_documents_are_tables():
     assert root / "docs" / "benchmarks.md" in marked
     for path in marked:
         markers.fill(path.read_text(encoding="utf-8"), ROWS, path.name)
+
+
+def test_a_case_that_cannot_be_described_says_what_it_lacks():
+    row = replace(OURS, case={"batch": 8, "mask": "Causal()"})
+    for make in (report.table, report.markdown, report.against):
+        with pytest.raises(ValueError, match="a row's case has no seqlen_q, seqlen_k, .*, by which tables describe it; it has batch, mask"):
+            make([row])
+
+
+def test_a_time_without_its_spread():
+    assert report.MISSING in _shown(report.table([replace(OURS, p10_s=None)]))
+
+
+def _shown(table) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=300)
+    console.print(table)
+    return console.file.getvalue()

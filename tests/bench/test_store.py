@@ -44,6 +44,35 @@ def test_a_line_that_is_no_row(tmp_path, line):
         load(path)
 
 
+WRONG = {
+    "median_s": ["0.25", -1.0, 0, True, [1.0]],
+    "error": ["small", {}],
+    "passed": ["yes", 1],
+    "case": [None, [], "b1", {"batch": [1]}, {"batch": "8"}, {"seqlen_k": 1.5}, {"mask": None}],
+    "impl": [None, 3],
+    "samples": [None, 2.5, "9"],
+    "environment": [None, "a CPU"],
+    "rms_error": [[1.0], {"o": "1"}],
+}
+
+
+@pytest.mark.parametrize("name, found", [(name, found) for name, values in WRONG.items() for found in values])
+def test_fields_of_other_types_are_refused_by_name(tmp_path, name, found):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(asdict(ROW) | {name: found}) + "\n")
+    with pytest.raises(ValueError, match=rf"rows.jsonl, line 1: not a benchmark row \(({name}|batch|seqlen_k) is .*, expected ") as caught:
+        load(path)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_times_that_are_no_numbers(tmp_path, number):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(asdict(ROW)).replace("0.25", number) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: not a benchmark row \(median_s is (nan|inf), expected above 0, float \| None\)"):
+        load(path)
+
+
 def test_numbers_that_json_does_not_have_are_refused(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         append(tmp_path / "rows.jsonl", [replace(ROW, error=float("nan"))])

@@ -48,3 +48,14 @@ def test_a_wrong_mask():
         RuntimeError, match=r"unpad_input: attention_mask must be \(batch, seqlen\) = \(3, 5\) as hidden_states, got \(3, 4\)"
     ):
         bert_padding.unpad_input(randn(3, 5, 4), MASK[:, :4])
+
+
+def test_residual_and_functions_by_apply():
+    x, indices = randn(6, 3).requires_grad_(), torch.tensor([4, 1])
+    rows, rest = bert_padding.IndexFirstAxisResidual.apply(x, indices)
+    assert torch.equal(rows, x[indices]) and torch.equal(rest, x)
+    (gradient,) = torch.autograd.grad(rows.sum() + 2 * rest.sum(), x)
+    assert torch.equal(gradient, 2 + torch.zeros(6, 3).index_fill(0, indices, 1.0))
+    assert torch.equal(bert_padding.IndexFirstAxis.apply(x, indices), rows)
+    put = bert_padding.IndexPutFirstAxis.apply(rows, indices, 6)
+    assert torch.equal(put[indices], rows) and put.count_nonzero() == 6

@@ -16,11 +16,27 @@ from tilewise.compat import _finder, flash_attn, flash_attn_3, flash_attn_cute
 from tilewise.errors import UnsupportedError
 
 NAMES = ("flash_attn", "flash_attn_3", "flash_attn_cute")
+TOP_LEVELS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+INSIDE = {  # what programs import from inside the peers: ring attention, sequence parallelism, trainers, Transformer Engine, models of the hub
+    "flash_attn.flash_attn_interface": (
+        "_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward, _wrapped_flash_attn_forward, "
+        "FlashAttnFunc, FlashAttnVarlenFunc, FlashAttnVarlenQKVPackedFunc, maybe_contiguous, flash_attn_gpu, flash_attn_varlen_func"
+    ),
+    "flash_attn.bert_padding": (
+        "IndexFirstAxis, IndexPutFirstAxis, index_first_axis, index_put_first_axis, index_first_axis_residual, pad_input, unpad_input"
+    ),
+    "flash_attn.layers.rotary": "ApplyRotaryEmb, RotaryEmbedding, apply_rotary_emb, apply_rotary_emb_func, apply_rotary_emb_torch, rotate_half",
+    "flash_attn.ops.triton.rotary": "apply_rotary",
+    "flash_attn_2_cuda": "fwd, bwd, varlen_fwd, varlen_bwd, fwd_kvcache",
+    "flash_attn_interface": "_flash_attn_forward, _flash_attn_backward, flash_attn_func, flash_attn_combine, FlashAttnFunc, maybe_contiguous",
+    "flash_attn_3.flash_attn_interface": "_flash_attn_forward, _flash_attn_backward, flash_attn_varlen_func, flash_attn_with_kvcache",
+    "flash_attn_3": "__version__",
+}
 
 
 def state():
     """What installing may touch."""
-    peers = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")}
+    peers = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in TOP_LEVELS}
     found = {name: sorted(names) for name, names in metadata.packages_distributions().items() if name.startswith("flash")}
     operators = set(torch._C._dispatch_get_all_op_names())
     return peers, list(sys.meta_path), list(sys.path_hooks), found, compat.status(), operators
@@ -33,8 +49,8 @@ def as_before():
     yield
     compat.uninstall()
     assert state() == before
-    for name in NAMES:
-        assert importlib.util.find_spec(name.replace("_3", "_interface").replace("_cute", "")) is None
+    for name in TOP_LEVELS:
+        assert importlib.util.find_spec(name) is None
 
 
 @pytest.fixture
@@ -42,7 +58,7 @@ def somewhere(tmp_path, monkeypatch):
     """A folder on sys.path, whose modules are forgotten afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("flash_attn", "flash_attn_interface")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in TOP_LEVELS]:
         del sys.modules[name]
     monkeypatch.undo()
     importlib.invalidate_caches()
@@ -83,6 +99,42 @@ def test_the_others():
     assert not hasattr(flash_attn, "flash_attn_func") and importlib.util.find_spec("flash_attn.bert_padding") is None
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn-4"]
     assert metadata.packages_distributions()["flash_attn_interface"] == ["flash_attn_3"]
+
+
+@pytest.mark.parametrize("module", INSIDE)
+def test_names_from_inside(module):
+    compat.install("flash_attn", "flash_attn_3")
+    found = importlib.import_module(module)
+    missing = [name for name in INSIDE[module].split(", ") if not hasattr(found, name)]
+    assert not missing
+    assert found.__spec__.loader is _finder.FINDER and module in sys.modules
+
+
+def test_einops_by_way_of_bert_padding():
+    pytest.importorskip("einops")
+    compat.install("flash_attn")
+    from einops import rearrange as theirs
+    from flash_attn.bert_padding import rearrange
+
+    assert rearrange is theirs and not hasattr(importlib.import_module("flash_attn.bert_padding"), "nothing")
+
+
+def test_who_looks_for_flash_attn_3():
+    compat.install("flash_attn_3")
+    found = metadata.packages_distributions()
+    assert found["flash_attn_3"] == found["flash_attn_interface"] == ["flash_attn_3"]
+    assert importlib.util.find_spec("flash_attn_3") and metadata.version("flash-attn-3") == "3.0.0+tilewise"
+    import flash_attn_3
+    import flash_attn_interface
+
+    assert flash_attn_3.flash_attn_interface._flash_attn_forward is flash_attn_interface._flash_attn_forward
+
+
+@pytest.mark.parametrize("name, path", [("flash_attn", "flash_attn_2_cuda"), ("flash_attn_3", "flash_attn_3")])
+def test_half_of_a_real_one_is_refused(somewhere, name, path):
+    write(somewhere / path / "__init__.py", "real = True")
+    with pytest.raises(UnsupportedError, match=rf"a real {path} is there"):
+        compat.install(name)
 
 
 def test_one_name_shared_by_two():

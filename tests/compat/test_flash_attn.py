@@ -10,7 +10,7 @@ import torch
 from peer_oracle import call_of, check, qkv, randn
 
 import tilewise as tw
-from tilewise.compat import _translate, flash_attn
+from tilewise.compat import _translate, flash_attn, flash_attn_passes
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.testing import poison
 
@@ -37,7 +37,9 @@ def test_signatures_are_the_peers(module, name):
     function = importlib.import_module(f"tilewise.compat.{module}")
     for part in name.split("."):
         function = getattr(function, part)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = [
+        each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD
+    ]  # an older peer's words
     assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters)
     assert [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in parameters] == SIGNATURES[module][name]
 
@@ -294,3 +296,55 @@ def test_repeated_calls_draw_and_return_anew():
             flash_attn.flash_attn_func(q, k, v, **bad)
     with pytest.raises(UnsupportedError, match="return_attn_probs"):
         flash_attn.flash_attn_func(q, k, v, 0.5, return_attn_probs=True)
+
+
+@pytest.mark.parametrize("front", [(3, 0), (0, 5), (3, 5)], ids=str)
+@pytest.mark.parametrize("slopes", [None, SLOPES[0], SLOPES], ids=["", "alibi", "alibi by sequence"])
+def test_sequences_that_begin_above_0(front, slopes):
+    """As the same sequences alone: rows before the first and behind the last are empty, and have no gradient, nor have such keys."""
+    rows, keys = front
+    alone = [x.detach()[0].requires_grad_() for x in qkv(1, 35, 40)]
+    wide = [
+        torch.cat((torch.full((n, *x.shape[1:]), 7.0), x.detach())).requires_grad_() for n, x in zip((rows, keys, keys), alone, strict=True)
+    ]
+    words = {"causal": True, "alibi_slopes": slopes, "return_attn_probs": True}
+    expected = flash_attn.flash_attn_varlen_func(*alone, CU_Q, CU_K, 13, 28, **words)
+    for _ in range(3):  # a call that is remembered, too
+        flash_attn.flash_attn_varlen_func(*wide, CU_Q, CU_K, 13, 28, causal=True, alibi_slopes=slopes)
+        got = flash_attn.flash_attn_varlen_func(*wide, CU_Q + rows, CU_K + keys, 13, 28, causal=True, alibi_slopes=slopes)
+        assert torch.equal(got[rows:], expected[0]) and not got[:rows].any()
+    o, lse, _ = flash_attn.flash_attn_varlen_func(*wide, CU_Q + rows, CU_K + keys, 13, 28, **words)
+    assert torch.equal(o, got) and torch.equal(lse[:, rows:], expected[1]) and (lse[:, :rows] == torch.inf).all()
+    d_o = randn(*o.shape, seed=9)
+    grads = torch.autograd.grad(o, wide, d_o)
+    for a, b, n in zip(grads, torch.autograd.grad(expected[0], alone, d_o[rows:]), (rows, keys, keys), strict=True):
+        assert torch.equal(a[n:], b) and not a[:n].any()
+    into = [torch.full_like(x, torch.nan) for x in wide]
+    tail = 0.0, 16**-0.5, True, -1, -1, 0.0, slopes, True
+    passed = d_o, *(x.detach() for x in wide), o.detach(), lse.detach(), *into
+    flash_attn_passes._flash_attn_varlen_backward(*passed, CU_Q + rows, CU_K + keys, 13, 28, *tail)
+    for a, b in zip(into, grads, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(RuntimeError, match="cu_seqlens_q reaches position 36, but q has 35 tokens"):
+        flash_attn.flash_attn_varlen_func(*alone, CU_Q + 3, CU_K, 13, 28)
+    with pytest.raises(RuntimeError, match=r"cu_seqlens_q must begin with 0"):
+        flash_attn.flash_attn_varlen_func(*alone, CU_Q - 1, CU_K, 13, 28)
+
+
+def test_packed_tensors_and_pages_that_begin_above_0():
+    x = randn(38, 3, 4, 16).requires_grad_()
+    cu = CU_Q + 5
+    expected = flash_attn.flash_attn_varlen_qkvpacked_func(x[5:], CU_Q, 13, causal=True)
+    for o in (
+        flash_attn.flash_attn_varlen_qkvpacked_func(x, cu, 13, causal=True),
+        flash_attn.flash_attn_varlen_kvpacked_func(x[:, 0], x[:, 1:], cu, cu, 13, 13, causal=True),
+    ):
+        assert torch.equal(o[5:], expected) and not o[:5].any()
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0] for y in (o, expected)))
+    q, pages = randn(9, 4, 16), randn(6, 8, 2, 16, seed=2)
+    table, ends = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32), torch.tensor([0, 9, 22], dtype=torch.int32)
+    rows = torch.tensor([0, 4, 7], dtype=torch.int32)
+    words = {"causal": True, "block_table": table, "return_attn_probs": True}
+    o, lse, _ = flash_attn.flash_attn_varlen_func(q[2:], pages, pages, rows, ends, 4, 13, **words)
+    got, got_lse, _ = flash_attn.flash_attn_varlen_func(q, pages, pages, rows + 2, ends + 3, 4, 13, **words)
+    assert torch.equal(got[2:], o) and torch.equal(got_lse[:, 2:], lse) and not got[:2].any() and (got_lse[:, :2] == torch.inf).all()

@@ -112,3 +112,15 @@ def test_errors(call, words):
     with pytest.raises(RuntimeError, match=words) as caught:
         call(randn(2, 5, 3, 16))
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_plain_torch_and_apply(interleaved):
+    """Tables of one batch entry, or of each."""
+    x, positions = randn(2, 5, 3, 23), torch.arange(5).expand(2, 5)
+    expected = exact(x, positions, interleaved)
+    for cos, sin in ((COS[:5], SIN[:5]), (COS[:5].expand(2, 5, 8), SIN[:5].expand(2, 5, 8))):
+        torch.testing.assert_close(rotary.apply_rotary_emb_torch(x, cos, sin, interleaved).double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(rotary.ApplyRotaryEmb.apply(x, COS, SIN, interleaved), rotary.apply_rotary_emb(x, COS, SIN, interleaved))
+    with pytest.raises(ValueError, match=r"apply_rotary_emb_torch: cos is for 16 dimensions, .* but x has head_dim 12"):
+        rotary.apply_rotary_emb_torch(x[..., :12], COS[:5], SIN[:5])

@@ -156,3 +156,28 @@ def test_text_that_nests_too_deep_is_named():
         parse("~" * 5000 + "Causal()")
     with pytest.raises(ValueError, match=r"^mask text"):
         parse("(" * 500 + "Causal()" + ")" * 500)
+
+
+LONG = {
+    "a chain": ("&".join(["Causal()"] * 11_200), "joins too many masks"),
+    "complements": ("~" * 100_000 + "Causal()", "nests too deep"),
+    "signs": ("Causal(offset=" + "-" * 100_000 + "1)", "nests too deep"),
+    "brackets": ("(" * 50_000 + "Causal()" + ")" * 50_000, "is not an expression"),
+    "documents in documents": ("Documents([0,3],inner=" * 4_500 + "Causal()" + ")" * 4_500, "is not an expression"),
+    "a name": ("x" * 100_000, "is not understood"),
+    "calls": ("Causal()" + "()" * 50_000, "nests too deep"),
+}
+
+
+@pytest.mark.parametrize("what", LONG)
+def test_100_000_signs_that_are_no_mask_are_refused_in_a_sentence(what):
+    text, words = LONG[what]
+    with pytest.raises(ValueError, match=words) as caught:
+        parse(text)
+    assert len(str(caught.value)) < 1000
+
+
+def test_100_000_signs_that_are_a_mask():
+    ends = list(range(17_000))
+    assert len(text := f"Documents({ends})".replace(" ", "")) > 90_000
+    assert parse(text) == Documents(ends)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "–"
+CASE = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v", "mask", "dtype", "direction")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> "Table":
         "% of roofline": ceiling.text,
         "MB extra": memory.text,
         "error": error.text,
-        "p10 – p90 ms": lambda row: f"{row.p10_s * 1e3:.3f} – {row.p90_s * 1e3:.3f}",
+        "p10 – p90 ms": lambda row: MISSING if row.p10_s is None or row.p90_s is None else f"{row.p10_s * 1e3:.3f} – {row.p90_s * 1e3:.3f}",
         "clock": lambda row: row.clock,
     }
     columns = {heading: text for heading, text in columns.items() if heading not in without}
@@ -134,6 +135,9 @@ def _words(case: dict) -> tuple[str, ...]:
     def pair(first: str, second: str, between: str) -> str:
         return str(case[first]) if case[first] == case[second] else f"{case[first]}{between}{case[second]}"
 
+    lacking = [name for name in CASE if name not in case]
+    if lacking:
+        raise ValueError(f"a row's case has no {', '.join(lacking)}, by which tables describe it; it has {', '.join(case) or 'nothing'}")
     mask = str(case["mask"])
     return (
         f"b{case['batch']}",
@@ -266,7 +270,7 @@ def measured_on(rows: list[Row]) -> str:
     where = rows[-1].environment if rows else {}
     words = [rows[-1].device if rows else "no machine", f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
     if where.get("threads"):
-        words.insert(1, f"{where['threads']} thread{'s' if where['threads'] > 1 else ''}")
+        words.insert(1, f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}")
     return f"Measured on {', '.join(words)}; medians, side by side in one process."
 
 

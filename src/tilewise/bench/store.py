@@ -1,10 +1,12 @@
 """Results as JSON lines: one row a measurement, complete in itself, so that files can be appended, merged and versioned."""
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,7 @@ class Row:
 
     impl: str
     name: str  # of the workload
-    case: dict[str, int | str]
+    case: dict[str, int | float | str]
     clock: str
     passed: bool | None = None
     reason: str | None = None
@@ -57,18 +59,47 @@ def append(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def load(*paths: str | Path) -> list[Row]:
-    """The rows of these files, in order. Fields that this version does not know are dropped; a line that is no row raises ValueError."""
-    known = {each.name for each in fields(Row)}
+    """The rows of these files, in order. Fields that this version does not know are dropped; a line that is no row raises ValueError, as does a
+    field of another type than `Row` says, a number that is not finite, and a time that is not above 0.
+    """
+    known = get_type_hints(Row)
     rows = []
     for path in map(Path, paths):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if not line.strip():
                 continue
             try:
-                rows.append(Row(**{name: value for name, value in json.loads(line).items() if name in known}))
-            except (json.JSONDecodeError, AttributeError, TypeError) as error:
+                row = Row(**{name: value for name, value in json.loads(line).items() if name in known})
+            except (json.JSONDecodeError, AttributeError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path.name}, line {number}: not a benchmark row ({error})") from None
+            for name, kind in known.items():
+                found = getattr(row, name)
+                if not _fits(found, kind) or (name in TIMES and found is not None and found <= 0):
+                    wanted = f"{'above 0, ' if name in TIMES else ''}{getattr(kind, '__name__', None) if isinstance(kind, type) else kind}"
+                    raise ValueError(f"{path.name}, line {number}: not a benchmark row ({name} is {found!r:.80}, expected {wanted})")
+            for name in SIZES & row.case.keys():
+                if not _fits(row.case[name], int):
+                    raise ValueError(f"{path.name}, line {number}: not a benchmark row ({name} is {row.case[name]!r:.80}, expected int)")
+            rows.append(row)
     return rows
+
+
+TIMES = ("median_s", "p10_s", "p90_s")
+SIZES = {"batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v"}
+
+
+def _fits(found: object, kind: Any) -> bool:
+    """Whether a value of JSON is of the type that a field of `Row` has."""
+    if kind is Any:
+        return True
+    if isinstance(kind, UnionType):
+        return any(_fits(found, each) for each in get_args(kind))
+    if get_origin(kind) is dict:
+        of_keys, of_values = get_args(kind)
+        return isinstance(found, dict) and all(_fits(key, of_keys) and _fits(value, of_values) for key, value in found.items())
+    if kind in (int, float):
+        return isinstance(found, int if kind is int else int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return isinstance(found, kind)
 
 
 def select(rows: Iterable[Row], **wanted: object) -> list[Row]:

@@ -32,9 +32,13 @@ class Peer:
     def top_level(self) -> str:
         return self.package.partition(".")[0]
 
+    @property
+    def top_levels(self) -> list[str]:
+        return [name for name in self.modules if "." not in name]
+
 
 OURS = "tilewise.compat."
-KEPT = ("__version__", "__all__", "__doc__")
+KEPT = ("__version__", "__all__", "__doc__", "__getattr__")
 PEERS = {
     peer.name: peer
     for peer in (
@@ -45,13 +49,14 @@ PEERS = {
             version="2.8.4+tilewise",
             modules={
                 "flash_attn": ("flash_attn",),
-                "flash_attn.flash_attn_interface": ("flash_attn", "flash_attn_passes"),
+                "flash_attn.flash_attn_interface": ("flash_attn", "flash_attn_passes", "flash_attn_functions"),
                 "flash_attn.bert_padding": ("bert_padding",),
                 "flash_attn.layers": (),
                 "flash_attn.layers.rotary": ("rotary",),
                 "flash_attn.ops": (),  # which vLLM looks for wherever it finds flash_attn
                 "flash_attn.ops.triton": (),
                 "flash_attn.ops.triton.rotary": ("rotary",),
+                "flash_attn_2_cuda": ("flash_attn_2_cuda",),
             },
         ),
         Peer(
@@ -59,7 +64,11 @@ PEERS = {
             package="flash_attn_interface",
             distribution="flash_attn_3",
             version="3.0.0+tilewise",
-            modules={"flash_attn_interface": ("flash_attn_3",)},
+            modules={
+                "flash_attn_interface": ("flash_attn_3", "flash_attn_3_passes"),
+                "flash_attn_3": ("flash_attn_3",),  # which transformers, diffusers and Transformer Engine look for
+                "flash_attn_3.flash_attn_interface": ("flash_attn_3", "flash_attn_3_passes"),
+            },
         ),
         Peer(
             name="flash_attn_cute",
@@ -86,7 +95,7 @@ class Distribution(metadata.Distribution):
         summary = "Summary: answered by tilewise.compat"
         texts = {
             "METADATA": f"Metadata-Version: 2.1\nName: {self.peer.distribution}\nVersion: {self.peer.version}\n{summary}\n",
-            "top_level.txt": f"{self.peer.top_level}\n",
+            "top_level.txt": "".join(f"{name}\n" for name in self.peer.top_levels),
         }
         return texts.get(filename)
 
@@ -208,13 +217,14 @@ def install(name: str) -> None:
     peer = PEERS[name]
     if installed(name):
         return
-    found = real_spec(peer.package)
-    if found is not None and not _is_namespace(found):
-        where = found.origin or "sys.modules"
-        raise UnsupportedError(
-            f"compat.install({name!r}): a real {peer.package} is there ({where}), which is not replaced; uninstall {peer.distribution}, "
-            f"or import the functions by name: from tilewise.compat import {name}"
-        )
+    for package in (peer.package, *(each for each in peer.top_levels if each != peer.top_level)):
+        found = real_spec(package)
+        if found is not None and not _is_namespace(found):
+            where = found.origin or "sys.modules"
+            raise UnsupportedError(
+                f"compat.install({name!r}): a real {package} is there ({where}), which is not replaced; uninstall {peer.distribution}, "
+                f"or import the functions by name: from tilewise.compat import {name}"
+            )
     over = real_spec(peer.top_level)
     namespace = over is not None and _is_namespace(over)
     FINDER.forget()  # what is shared with another peer is made anew, with the names of both

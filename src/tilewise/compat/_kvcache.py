@@ -149,6 +149,10 @@ def attend(
     """
     axes = ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim")
     check_tensor("q", q, axes)
+    looked_at = cu_seqlens_q is not None and values.wanted(q.device, False)
+    if looked_at and (first := translate.first_tokens(cu_seqlens_q)[0]) and int(cu_seqlens_q[-1]) <= q.shape[0]:
+        more = {"rotary": rotary, "qv": qv if qv is None else qv[first:], "cu_seqlens_q": cu_seqlens_q - first}
+        return translate.with_front(*attend(q[first:], cache, k, v, given, **more, cu_seqlens_k_new=cu_seqlens_k_new), first)
     check_like("k_cache", cache.k, q, same_dtype=cache.k.dtype not in EIGHT_BITS)
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")

@@ -1,6 +1,7 @@
 """What a call of a peer's function raises here: errors of both families, with the peer's argument names, the layer and the way out."""
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 from tilewise.errors import ShapeError, UnsupportedError
 
 Function = TypeVar("Function", bound=Callable)
+PACKAGE = __name__.rpartition(".")[0] + "."
 
 
 class ArgumentError(ShapeError, RuntimeError):
@@ -26,20 +28,42 @@ def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function],
 
         def told(error: Exception) -> str:
             text = "".join(map(str, error.args[:1])).removeprefix(begin)  # torch 2.11 cannot trace str(error)
+            if text.startswith(PACKAGE):  # of another drop-in, which this one calls
+                text = text.partition(": ")[2]
             return begin + (words.sub(lambda found: renamed[found[1]], text) if words else text)
 
-        @functools.wraps(function)
-        def call(*args, **options):
-            try:
-                return function(*args, **options)
-            except UnsupportedError as error:
-                raise UnsupportedError(told(error))  # noqa: B904 (torch 2.11 cannot trace `from`)
-            except ValueError as error:
-                raise ArgumentError(told(error))  # noqa: B904
-
-        return call
+        return _guarded(function, told)
 
     return decorate
+
+
+# Who calls a function with whatever it takes reads __code__ or inspect.getfullargspec, which know nothing of __wrapped__ or __signature__: the guard
+# has the parameters of what it guards. torch 2.11 cannot trace `raise ... from`.
+GUARD = """\
+def guard(_function, _told):
+    def {name}{parameters}:
+        try:
+            return _function({arguments})
+        except UnsupportedError as _error:
+            raise UnsupportedError(_told(_error))
+        except ValueError as _error:
+            raise ArgumentError(_told(_error))
+    return {name}
+"""
+
+
+def _guarded(function: Function, told: Callable[[Exception], str]) -> Function:
+    """`function` behind a function of the same parameters and defaults, which raises its errors as `told`."""
+    taken = inspect.signature(function).parameters.values()
+    parameters = inspect.Signature([each.replace(default=each.empty, annotation=each.empty) for each in taken])
+    passed = {inspect.Parameter.KEYWORD_ONLY: "{0}={0}", inspect.Parameter.VAR_POSITIONAL: "*{0}", inspect.Parameter.VAR_KEYWORD: "**{0}"}
+    arguments = ", ".join(passed.get(each.kind, "{0}").format(each.name) for each in taken)
+    text = GUARD.format(name=function.__name__, parameters=parameters, arguments=arguments)
+    made: dict[str, Any] = {}
+    exec(compile(text, f"<{__name__} of {function.__name__}>", "exec"), globals(), made)
+    call = functools.wraps(function)(made["guard"](function, told))
+    call.__defaults__, call.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    return call
 
 
 def refuse(given: Mapping[str, Any], ways_out: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from tilewise import api
-from tilewise.errors import DTYPES, ShapeError, check_like, check_number, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, check_like, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.varlen import attention_varlen
 
@@ -154,6 +154,10 @@ class Packed(NamedTuple):
         batch, seqlen = x.shape[:2]
         return cls(torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen, used)
 
+    def without(self, tokens: int) -> "Packed":
+        """The lengths where so many tokens before the first sequence are left out."""
+        return self._replace(cu_seqlens=self.cu_seqlens - tokens) if tokens else self
+
     def check(self, name: str) -> None:
         """Refuse lengths in use that are not within their sequences."""
         if self.used is None:
@@ -166,27 +170,83 @@ class Packed(NamedTuple):
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, with_lse: bool = True, **more
+    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
 ) -> tuple[Tensor, Tensor | None]:
     """`attention_varlen` of (total, heads, head_dim) and its LSE (heads, total_q), with -inf for empty rows; None where it is not wanted.
 
-    Rows and keys that are not in use see and are seen by nothing.
+    Rows and keys that are not in use, or lie before the first sequence or behind the last, see and are seen by nothing.
     """
+    try:
+        return _attend_packed(q, k, v, of_q, of_k, given, qv, **more)
+    except ShapeError:  # which the core has for sequences that begin above 0
+        first_q, first_k = first_tokens(of_q.cu_seqlens, of_k.cu_seqlens)
+        if not (first_q or first_k):
+            raise
+    for name, packed, x in (("q", of_q, q), ("k", of_k, k)):
+        if (end := int(packed.cu_seqlens[-1])) > x.shape[0]:
+            raise ShapeError(f"cu_seqlens_{name} reaches position {end}, but {name} has {x.shape[0]} tokens; it must not go beyond them")
+    of_q, of_k = of_q.without(first_q), of_k.without(first_k)
+    o, lse = _attend_packed(q[first_q:], k[first_k:], v[first_k:], of_q, of_k, given, qv if qv is None else qv[first_q:], **more)
+    return with_front(o, lse, first_q)
+
+
+def first_tokens(*cu_seqlens: Tensor) -> list[int]:
+    """Where the first sequence begins, of each of cu_seqlens; 0 where nobody may look, and of what is no cu_seqlens. Waits for the device."""
+    if is_compiling() or (any(x.is_cuda for x in cu_seqlens) and torch.cuda.is_current_stream_capturing()):
+        return [0] * len(cu_seqlens)
+    return [max(int(x[0]), 0) if x.dim() == 1 and x.shape[0] and x.dtype in api.INDEX_DTYPES else 0 for x in cu_seqlens]
+
+
+def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
+    """O (total, heads, head_dim) and LSE (heads, total) with so many rows before them that see no key."""
+    pad = torch.nn.functional.pad
+    return pad(o, (0, 0, 0, 0, rows, 0)), None if lse is None else pad(lse, (rows, 0), value=-torch.inf)
+
+
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, qv: Tensor | None, with_lse: bool = True, **more
+) -> tuple[Tensor, Tensor | None]:
+    """`attend_packed`, of sequences that begin at 0."""
     q, k, given = _with_second_part(q, k, v, qv, given, ("total",))
     options = given.keywords()
-    cu_q, cu_k, seqused_k = of_q.cu_seqlens, of_k.cu_seqlens, of_k.used
+    cu_q, cu_k, seqused_k = in_use(of_q, of_k)
     if of_q.used is not None:
-        for name, packed in (("q", of_q), ("k", of_k)):
-            check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, ("sequences + 1",), api.INDEX_DTYPES)
-            packed.check(f"seqused_{name}")
-        check_size("cu_seqlens_k", "length", cu_k.shape[0], cu_q.shape[0], "cu_seqlens_q")
-        cu_q, cu_k, seqused_k = *_with_gaps(of_q, of_k), None
         slopes = given.alibi_slopes
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
         more |= {name: more[name].repeat_interleave(3, 0) for name in SCALES & more.keys()}
     found = attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=with_lse)
     return found if with_lse else (found, None)
+
+
+def in_use(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
+    """cu_seqlens_q, cu_seqlens_k and seqused_k of `attention_varlen`; where of_q says what is in use, of three times the sequences."""
+    if of_q.used is None:
+        return of_q.cu_seqlens, of_k.cu_seqlens, of_k.used
+    for name, packed in (("q", of_q), ("k", of_k)):
+        check_tensor(f"cu_seqlens_{name}", packed.cu_seqlens, ("sequences + 1",), api.INDEX_DTYPES)
+        packed.check(f"seqused_{name}")
+    check_size("cu_seqlens_k", "length", of_k.cu_seqlens.shape[0], of_q.cu_seqlens.shape[0], "cu_seqlens_q")
+    return *_with_gaps(of_q, of_k), None
+
+
+def flattened(
+    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, used: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], Packed, torch.Size | None]:
+    """Packed tensors, as they are with cu_seqlens, else of batches (batch, seqlen, ...); their lengths; and (batch, seqlen), None of the former."""
+    if cu_seqlens is not None:
+        return tensors, Packed(cu_seqlens, used), None
+    first = next(x for x in tensors if x is not None)
+    check_tensor("q and k without cu_seqlens", first, ("batch", "seqlen", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
+    return tuple(x if x is None else x.flatten(0, 1) for x in tensors), Packed.of_batch(first, used), first.shape[:2]
+
+
+def into(out: Tensor, given: Tensor | None, name: str) -> Tensor:
+    """`out`, written into `given` where that is a tensor."""
+    if given is None:
+        return out
+    check_size(name, "shape", given.shape, out.shape, "q with v's head_dim")
+    return given.copy_(out)
 
 
 def _with_gaps(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,25 @@ from torch import Tensor
 from tilewise.compat._refusals import answers
 from tilewise.errors import ShapeError
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input", "unpad_input_for_concatenated_sequences"]
+__all__ = [
+    "IndexFirstAxis",
+    "IndexFirstAxisResidual",
+    "IndexPutFirstAxis",
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
+
+def __getattr__(name):
+    if name in ("rearrange", "repeat"):  # the peer's module has them of einops, and some (verl) import them from there
+        import einops
+
+        return getattr(einops, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def index_first_axis(input, indices):
@@ -17,6 +35,29 @@ def index_first_axis(input, indices):
 def index_put_first_axis(values, indices, first_axis_dim):
     """Zeros (first_axis_dim, ...) with values (n, ...) in the rows at `indices` (n,)."""
     return values.new_zeros((first_axis_dim, *values.shape[1:])).index_copy(0, indices, values)
+
+
+def index_first_axis_residual(input, indices):
+    """`index_first_axis`, and input once more, for a residual connection."""
+    return index_first_axis(input, indices), input.view_as(input)
+
+
+class IndexFirstAxis:
+    """`apply` is `index_first_axis`; nothing else of an autograd function is here."""
+
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    """`apply` is `index_put_first_axis`, likewise."""
+
+    apply = staticmethod(index_put_first_axis)
+
+
+class IndexFirstAxisResidual:
+    """`apply` is `index_first_axis_residual`, likewise."""
+
+    apply = staticmethod(index_first_axis_residual)
 
 
 @answers()

@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewise.compat import _kvcache, bert_padding, rotary
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers
-from tilewise.errors import UnsupportedError, check_tensor
+from tilewise.errors import ShapeError, UnsupportedError, check_tensor
 from tilewise.runtime import repeats
 
 __version__ = "2.8.4+tilewise"
@@ -135,7 +135,10 @@ def flash_attn_varlen_func(
     options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     beside, usual = (None, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k), return_attn_probs is False and block_table is None
     if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
-        return known(q, k, v, beside)
+        try:
+            return known(q, k, v, beside)
+        except ShapeError:  # the long way has an answer where sequences begin above 0
+            pass
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     if block_table is not None:

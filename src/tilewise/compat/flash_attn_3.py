@@ -23,6 +23,7 @@ from tilewise.compat.rotary import split_heads
 from tilewise.errors import DTYPES, EIGHT_BITS, check_like, check_size, check_tensor
 from tilewise.merge import merge
 
+__version__ = "3.0.0+tilewise"
 __all__ = [
     "flash_attn_combine",
     "flash_attn_func",

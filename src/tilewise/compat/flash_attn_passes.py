@@ -12,8 +12,9 @@ from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers
 from tilewise.compat.flash_attn import PAGES, SCALE
-from tilewise.errors import UnsupportedError, check_qkv, check_size
+from tilewise.errors import ShapeError, UnsupportedError, check_qkv, check_size
 from tilewise.masks import Full
+from tilewise.masks.constructors import check_lengths
 from tilewise.runtime import operator
 
 __all__ = ["_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward"]
@@ -101,7 +102,7 @@ def _flash_attn_backward(
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v)
     mask = api.combine(given.causal, given.mask)
-    _backward((dout, out, softmax_lse), (dq, dk, dv), _operands(q, k, v, mask, given, dropout_p, rng_state, deterministic))
+    write((dout, out, softmax_lse), (dq, dk, dv), operands(q, k, v, mask, given, dropout_p, rng_state, deterministic))
     return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
@@ -134,10 +135,8 @@ def _flash_attn_varlen_backward(
     """`_flash_attn_backward` of packed sequences; returns (heads, total_q) fp32."""
     given = translate.options(causal, (window_size_left, window_size_right), softmax_scale, softcap, alibi_slopes=alibi_slopes)
     check_qkv(q, k, v, packed=True)
-    alone = given._replace(alibi_slopes=None)
-    alone = _operands(q[None], k[None], v[None], Full(), alone, dropout_p, rng_state, deterministic)
-    packed = api.documents(alone, cu_seqlens_q, cu_seqlens_k, api.combine(given.causal, given.mask), alibi_slopes=alibi_slopes)
-    _backward(tuple(x[None] for x in (dout, out, softmax_lse)), tuple(x if x is None else x[None] for x in (dq, dk, dv)), packed)
+    lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
+    write_packed((dout, out, softmax_lse), (q, k, v), lengths, (dq, dk, dv), given, dropout_p, rng_state, deterministic)
     return (dout.float() * out.float()).sum(-1).transpose(0, 1)
 
 
@@ -164,8 +163,8 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
     return {"dropout_p": dropout_p, "dropout_seed": seed, "dropout_offset": offset}
 
 
-def _operands(
-    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p: float, rng_state: Tensor | None, deterministic: bool
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p=0.0, rng_state: Tensor | None = None, deterministic=False
 ):
     """What the backward operator takes beside O, LSE and their gradients."""
     dropout = _dropout(dropout_p, rng_state)
@@ -186,13 +185,46 @@ def _operands(
     return found._replace(grad=True)
 
 
-def _backward(passed: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor | None, ...], operands: operator.Operands) -> None:
-    """Gradients of `operands` from the (dout, out, softmax_lse) that were passed, into those wanted."""
+def places(tensors: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Where the gradients of `tensors` go: what is given, else new tensors."""
+    return tuple(torch.empty_like(x) if into is None else into for x, into in zip(tensors, given, strict=True))
+
+
+def write_packed(
+    passed: tuple[Tensor, ...],
+    qkv: tuple[Tensor, ...],
+    lengths: tuple[translate.Packed, ...],
+    wanted: tuple,
+    given: translate.Options,
+    *how,
+) -> None:
+    """`write` of packed sequences (total, ...): 0 before the first one. `how`: dropout_p, rng_state and deterministic, as `operands`."""
+    q, k, v = qkv
+    of_q, of_k = lengths
+    try:
+        check_lengths(of_q.cu_seqlens, of_k.cu_seqlens, q.shape[0], k.shape[0])
+        firsts = 0, 0
+    except ShapeError:
+        firsts = translate.first_tokens(of_q.cu_seqlens, of_k.cu_seqlens)
+    rows, keys = firsts
+    whole = operands(q[None, rows:], k[None, keys:], v[None, keys:], Full(), given._replace(alibi_slopes=None), *how)
+    cu_q, cu_k, used = translate.in_use(of_q.without(rows), of_k.without(keys))
+    packed = api.documents(whole, cu_q, cu_k, api.combine(given.causal, given.mask), alibi_slopes=given.alibi_slopes, seqused_k=used)
+    for into, first in zip(wanted, (rows, keys, keys), strict=True):
+        if into is not None and first:
+            into[:first] = 0
+    wanted = tuple(x[first:] if x is not None and first else x for x, first in zip(wanted, (rows, keys, keys), strict=True))
+    dout, out, lse = passed
+    write((dout[None, rows:], out[None, rows:], lse[None, :, rows:]), wanted, packed)
+
+
+def write(passed: tuple[Tensor, Tensor, Tensor], wanted: tuple[Tensor | None, ...], given: operator.Operands) -> None:
+    """Gradients of `given` from the (dout, out, softmax_lse) that were passed, into those wanted."""
     dout, out, lse = passed
     check_size("dout", "shape", dout.shape, out.shape, "out")
     with torch.no_grad():
         lse = translate.negative_infinity(lse)
-        found = operator.backward(out, lse, dout, None, False, *operands)
+        found = operator.backward(out, lse, dout, None, False, *given)
         for gradient, into in zip(found, wanted, strict=False):
             if into is not None:
-                into.copy_(gradient)
+                into.copy_(gradient.view(into.shape))

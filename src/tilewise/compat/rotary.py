@@ -8,7 +8,17 @@ from tilewise.errors import ShapeError, UnsupportedError, check_size, check_tens
 from tilewise.rotary import rotated
 from tilewise.runtime.cache_values import sequence_of
 
-__all__ = ["RotaryEmbedding", "apply_rotary", "apply_rotary_emb", "apply_rotary_emb_func", "apply_rotary_emb_kv_", "apply_rotary_emb_qkv_"]
+__all__ = [
+    "ApplyRotaryEmb",
+    "RotaryEmbedding",
+    "apply_rotary",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rotate_half",
+]
 
 
 @answers()
@@ -30,6 +40,31 @@ def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offse
 
 
 apply_rotary_emb_func = apply_rotary_emb
+
+
+class ApplyRotaryEmb:
+    """`apply` is `apply_rotary_emb`; nothing else of an autograd function is here."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+def rotate_half(x, interleaved=False):
+    """x with every pair (a, b) as (-b, a): halves of the last dimension, or neighbours where `interleaved`."""
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+@answers()
+def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+    """x (batch, seqlen, heads, head_dim) rotated by cos, sin (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), in plain torch."""
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1]:
+        raise ShapeError(f"cos is for {rotary_dim} dimensions, (..., rotary_dim / 2), but x has head_dim {x.shape[-1]}")
+    cos, sin = (table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1) for table in (cos, sin))
+    turned, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    return torch.cat((turned * cos[..., None, :] + rotate_half(turned, interleaved) * sin[..., None, :], rest), -1)
 
 
 @answers()

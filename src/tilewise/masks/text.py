@@ -30,7 +30,7 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
                 return constant
             case ast.Name(id=name) if re.fullmatch(r"_\d+", name):
                 if int(name[1:]) >= len(tensors):
-                    raise ValueError(f"mask text {text!r} refers to tensor #{name[1:]}, but only {len(tensors)} were given")
+                    raise ValueError(f"mask text {text!r:.200} refers to tensor #{name[1:]}, but only {len(tensors)} were given")
                 return tensors[int(name[1:])]
             case ast.List(elts=items):
                 return [value(item) for item in items]
@@ -54,16 +54,19 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
                 named = {keyword.arg: value(keyword.value) for keyword in keywords}
                 return constructors[name](*(value(arg) for arg in args), **named)
         raise ValueError(
-            f"mask text {text!r}: {ast.unparse(node)!r} is not understood; expected {', '.join(constructors)}, "
+            f"mask text {text!r:.200}: {ast.unparse(node)!r:.200} is not understood; expected {', '.join(constructors)}, "
             "integers, lists, #i for a tensor, and & | - ~"
         )
 
     try:
         return value(_tree(text) if len(text) <= SHORT else _tree.__wrapped__(text))
-    except RecursionError:
-        raise ValueError(f"mask text of {len(text)} characters nests too deep; combine the masks from left to right") from None
+    except (RecursionError, MemoryError):  # the latter is how Python's parser says that its stack is full
+        raise ValueError(
+            f"mask text of {len(text)} characters nests too deep, or joins too many masks, for Python's parser; "
+            "say it with fewer: Documents, Slices or Dense"
+        ) from None
     except TypeError as error:  # wrong number of arguments, an operator between things that are not masks
-        raise ValueError(f"mask text {text!r}: {error}") from None
+        raise ValueError(f"mask text {text!r:.200}: {error}") from None
 
 
 @lru_cache(maxsize=1024)
