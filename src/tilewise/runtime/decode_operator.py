@@ -81,6 +81,25 @@ def run(given: Operands) -> tuple[Tensor, Tensor]:
     return _compute(given)
 
 
+def check(given: Operands, new: int | None) -> None:
+    """Raise what `run` would, but for lengths and places, which `append` checks: for calls whose new tokens are yet to be written, `new` of each
+    sequence or as many as its queries. Whoever traces or maps a call gets its errors when it runs.
+    """
+    if ops.traced() or plain.watched((*given[:TENSORS], *given.mask_tensors)):
+        return
+    call = call_of(given, None)
+    backend = backend_of(call, given.backend)
+    if call.q.numel() and call.seqlens.shape[0] and goes_whole(call):
+        backend.check_decode(call)
+    if not values.wanted(given.q.device, given.check):
+        return
+    if given.cu_seqlens_q is not None and new is not None:
+        values.check_cu_seqlens("cu_seqlens_q", given.cu_seqlens_q, given.q.shape[0])
+    if given.leftpad is not None:
+        more = given.cu_seqlens_q.diff().tolist() if new is None else [new] * call.seqlens.shape[0]
+        values.check_padding(given.leftpad, [a + b for a, b in zip(given.cache_seqlens.tolist(), more, strict=True)])
+
+
 def _kernel(*operands) -> tuple[Tensor, Tensor]:
     """`_compute` of tensors that nobody has looked at."""
     _refuse_tangents(*operands)
