@@ -152,7 +152,7 @@ def decode(
     _check(q, k_cache, v_cache, alibi_slopes, sink)
     combined = combine(causal, mask)
     if combined.kind == "bitmap":
-        _check_dense(mask, batch, capacity, packed)
+        _check_dense(mask, q, batch, capacity)
     elif combined.extent[0] != 1:
         raise UnsupportedError(
             f"mask differs by sequence, {mask}, as only a Dense one may in decode; cache_seqlens= says how many keys each has, leftpad= the first"
@@ -388,8 +388,8 @@ def scale_of(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) ->
     return scale.float()
 
 
-def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
-    """A mask that holds a dense tensor: nothing else, and over the whole capacity."""
+def _check_dense(mask: Mask, q: Tensor, batch: int, capacity: int) -> None:
+    """A mask that holds a dense tensor: nothing else, over the whole capacity, and for q's rows, packed or not, and heads."""
     if not isinstance(mask, Dense):
         raise UnsupportedError(
             "decode takes a Dense mask alone, or a mask without one; write the whole mask as one Dense (causal= still applies)"
@@ -400,10 +400,14 @@ def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
             f"mask has batch {entries} and {keys} keys, but q has batch {batch} and the cache holds {capacity} tokens "
             "a sequence; a Dense mask needs batch 1 or q's, and the whole capacity"
         )
-    if packed and rows != 1:
+    if q.dim() == 3 and rows != 1:
         raise ShapeError(
             f"mask has {rows} queries, but with cu_seqlens_q a Dense mask must have 1, for every query alike; use tree= or a mask"
         )
+    heads = mask.tensor.shape[-3] if mask.tensor.dim() > 2 else 1
+    for axis, got, expected in (("seqlen_q", rows, q.shape[-3]), ("heads", heads, q.shape[-2])):
+        if got not in (1, expected):
+            raise ShapeError(f"mask has {axis} {got}, but q has {expected}; a Dense mask needs 1 or q's")
 
 
 def batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
