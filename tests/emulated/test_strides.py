@@ -68,7 +68,7 @@ def seen(request, monkeypatch):
 
         def call(*given):
             tensors = jit.tensors_of(given)
-            if request.param == "looked at" and any(x.dtype.itemsize < 4 and not legal(x) for x in tensors if x.dim() == 4):
+            if request.param == "looked at" and not all(legal(x) for x in jit.tensors_of(given[:2]) if x.dim() == 4 and x.itemsize < 4):
                 raise ValueError("Mismatched strides")
             found.update(x.data_ptr() for x in tensors)
             return kernel(*given)
