@@ -735,3 +735,27 @@ def test_append_alone_says_which_position_is_wrong():
 def test_append_alone_wants_to_know_where():
     with pytest.raises(ShapeError, match="cache_seqlens must be an integer tensor"):
         tw.append(K, V, NEW_K, NEW_V, cache_seqlens=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"leftpad": torch.tensor([0, 4])}, r"leftpad \[0, 4\] is beyond the lengths"),
+        ({"backend": "hopper"}, "backend 'hopper' cannot run this problem"),
+        ({"mask": tw.Dense(torch.ones(3, 2 * PAGE, dtype=torch.bool))}, "mask has seqlen_q 3, but q has 1"),
+        ({"mask": tw.PerHead({(0, 9): tw.Causal()})}, "the mask is made for heads 9|the head ranges cover 9 heads"),
+        ({"page_table": torch.tensor([[99, 1], [2, 3]])}, r"page_table\[0\] names pages \[99, 1\]"),
+        (
+            {"k_cache": torch.zeros(4, PAGE, HEADS[1], 2 * DIMS[0])[..., ::2]},
+            "k_cache has strides .* with a page table its last dimension must",
+        ),
+    ],
+    ids=["padding", "a backend", "a dense mask", "heads of a mask", "a page that is there already", "rows of pages"],
+)
+def test_what_is_refused_leaves_the_caches_as_they_were(changes, sentence):
+    caches = {"k_cache": torch.zeros(4, PAGE, HEADS[1], DIMS[0]), "v_cache": torch.zeros(4, PAGE, HEADS[1], DIMS[1])}
+    words = {"page_table": torch.tensor([[0, 1], [2, 3]]), "cache_seqlens": torch.tensor([PAGE + 1, 2])} | caches | changes
+    q, k, v = randn(2, 1, HEADS[0], DIMS[0]), randn(2, 1, HEADS[1], DIMS[0]), randn(2, 1, HEADS[1], DIMS[1])
+    with pytest.raises((ValueError, NotImplementedError), match=sentence):
+        tw.decode(q, k=k, v=v, **words)
+    assert not words["k_cache"].any() and not words["v_cache"].any()

@@ -72,7 +72,9 @@ def decode(
         q: (batch, seqlen_q, heads_q, head_dim); its rows are the last seqlen_q positions of each sequence. With cu_seqlens_q (total_q, heads_q,
             head_dim).
         k_cache: (batch, capacity, heads_k, head_dim), or with a page table (pages, page_size, heads_k, head_dim), in q's dtype, or 8 bits a number,
-            float8_e4m3fn or int8 (`quantise` makes them).
+            float8_e4m3fn or int8 (`quantise` makes them). Pages are read where they lie: their last dimension is contiguous, and for Hopper's
+            kernels the address and the other strides of dimensions above 1 are multiples of 16 bytes. What is not paged and lies otherwise is
+            copied whole in every call.
         v_cache: likewise, with head_dim_v; 8 bits where k_cache has them. Of a latent cache (MLA's absorbed form, 576 / 512) the view
             k_cache[..., :head_dim_v], which a backend may read once for both; then v, where k is given, is k[..., :head_dim_v].
         cache_seqlens: tokens in the cache before k and v are appended, (batch,) int32 (best) or int64, or one int for all; None where every sequence
@@ -114,7 +116,8 @@ def decode(
         O as q with head_dim_v, and with `return_lse` LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q).
 
     Raises:
-        ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist, tensors that require grad.
+        ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist or cannot be read where they
+            lie, tensors that require grad.
     """
     tensors = (
         q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree, alibi_slopes, sink, k_scale, v_scale,
@@ -128,6 +131,8 @@ def decode(
     for name, flag in (("return_lse", return_lse), ("interleaved", interleaved), ("check", check)):
         check_flag(name, flag)
     _check_caches(k_cache, v_cache, paged=page_table is not None)
+    if page_table is not None:
+        _check_rows_of_pages(k_cache, v_cache)
     check_rotary(rotary_cos, rotary_sin, q, decode_operator.NO_GRADIENT)
     batch, other = batch_of_queries(q, cu_seqlens_q), "cu_seqlens_q" if packed else "q"
     capacity = _capacity(k_cache, page_table, cache_batch_idx, batch, other)
@@ -147,7 +152,7 @@ def decode(
     _check(q, k_cache, v_cache, alibi_slopes, sink)
     combined = combine(causal, mask)
     if combined.kind == "bitmap":
-        _check_dense(mask, batch, capacity, packed)
+        _check_dense(mask, q, batch, capacity)
     elif combined.extent[0] != 1:
         raise UnsupportedError(
             f"mask differs by sequence, {mask}, as only a Dense one may in decode; cache_seqlens= says how many keys each has, leftpad= the first"
@@ -168,20 +173,6 @@ def decode(
     slopes = slopes_of(alibi_slopes, q, batch, other) if packed else given.alibi_slopes
     if out is not None:
         _check_out(out, q, caches)
-    if k is not None and v is not None:
-        if seqlens is None and length is None:
-            raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
-        seqlens = _as_tensor(seqlens, length, batch, k_cache)
-        cu_seqlens = cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
-        if cu_seqlens is not None:
-            check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
-            check_size("k", "total_q", k.shape[0], q.shape[0], "q")
-        places, turn = Places(page_table, cache_batch_idx, cu_seqlens), Turn(rotary_cos, rotary_sin, None, interleaved)
-        ends = _append(*caches, k, v, seqlens, places, turn, check)
-        seqlens, length = seqlens + (k.shape[1] if cu_seqlens is None else cu_seqlens.diff()) if ends is None else ends, None
-        if given.k is not caches[0] or given.v is not caches[1]:  # copies, of the caches as they were
-            _, k_cache, v_cache, _ = autocast(q, *caches)
-            given = given._replace(k=in_rows("k_cache", k_cache), v=in_rows("v_cache", v_cache))
     asked = decode_operator.Operands(
         q=given.q.squeeze(0) if packed else given.q,
         k_cache=given.k,
@@ -209,6 +200,11 @@ def decode(
         backend=backend,
         check=check,
     )
+    if k is not None and v is not None:
+        if seqlens is None and length is None:
+            raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
+        asked = asked._replace(cache_seqlens=_as_tensor(seqlens, length, batch, k_cache), length=None)
+        asked = _with_new_tokens(asked, caches, k, v)
     o, lse = decode_operator.run(asked)
     decode_repeats.remember(tensors, options, asked)
     o = o if out is None else out.copy_(o)
@@ -251,7 +247,8 @@ def append(
         ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
     """
     turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
-    _append(k_cache, v_cache, k, v, cache_seqlens, Places(page_table, cache_batch_idx, cu_seqlens), turn, check)
+    places = Places(page_table, cache_batch_idx, cu_seqlens)
+    append_operator.run(_appended(k_cache, v_cache, k, v, cache_seqlens, places, turn, check))
 
 
 class Places(NamedTuple):
@@ -271,10 +268,31 @@ class Turn(NamedTuple):
     interleaved: bool
 
 
-def _append(
+def _with_new_tokens(asked: decode_operator.Operands, caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> decode_operator.Operands:
+    """What is asked, of sequences that have k and v, which are written into the caches unless something is wrong with the call."""
+    seqlens, cu_seqlens = asked.cache_seqlens, asked.cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
+    if cu_seqlens is not None:
+        check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
+        check_size("k", "total_q", k.shape[0], asked.q.shape[0], "q")
+    places = Places(asked.page_table, asked.cache_batch_idx, cu_seqlens)
+    turn = Turn(asked.rotary_cos, asked.rotary_sin, None, asked.interleaved)
+    written = _appended(*caches, k, v, seqlens, places, turn, asked.check)
+    new = None if cu_seqlens is not None else k.shape[1]
+    decode_operator.check(asked, new)
+    ends = append_operator.run(written)
+    if ends is None:
+        ends = seqlens + (cu_seqlens.diff() if new is None else new)
+    k_cache, v_cache = asked.k_cache, asked.v_cache
+    if k_cache is not caches[0] or v_cache is not caches[1]:  # copies, of the caches as they were
+        _, k_cache, v_cache, _ = autocast(asked.q, *caches)
+        k_cache, v_cache = in_rows("k_cache", k_cache), in_rows("v_cache", v_cache)
+    return asked._replace(cache_seqlens=ends, k_cache=k_cache, v_cache=v_cache)
+
+
+def _appended(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: Turn, check: bool
-) -> Tensor | None:  # fmt: skip
-    """`append`, and what `append_operator.run` returns."""
+) -> append_operator.Operands:  # fmt: skip
+    """What `append` is asked for, whose shapes, dtypes and devices are checked."""
     page_table, cache_batch_idx, cu_seqlens = places
     rotary_cos, rotary_sin, rotary_first, interleaved = turn
     for name, flag in (("interleaved", interleaved), ("check", check)):
@@ -305,7 +323,7 @@ def _append(
     if cache_seqlens is None:
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other), batch, k_cache)
-    return append_operator.run(append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check))
+    return append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check)
 
 
 def _check_own_memory(name: str, cache: Tensor) -> None:
@@ -324,6 +342,16 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     check_like("v_cache", v_cache, k_cache, other="k_cache", same_dtype=not eight)
     for axis, got, expected in zip((*lead, "heads_k"), v_cache.shape, k_cache.shape[:3], strict=False):
         check_size("v_cache", axis, got, expected, "k_cache")
+
+
+def _check_rows_of_pages(k_cache: Tensor, v_cache: Tensor) -> None:
+    """Pages are read where they lie: a copy would be of the whole pool, in every call."""
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ShapeError(
+                f"{name} has strides {tuple(x.stride())} for shape {tuple(x.shape)}; with a page table its last dimension must be contiguous: "
+                f"keep the pool so, as {name}.contiguous() once makes it"
+            )
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, alibi_slopes: Tensor | None, sink: Tensor | None) -> None:
@@ -360,8 +388,8 @@ def scale_of(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) ->
     return scale.float()
 
 
-def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
-    """A mask that holds a dense tensor: nothing else, and over the whole capacity."""
+def _check_dense(mask: Mask, q: Tensor, batch: int, capacity: int) -> None:
+    """A mask that holds a dense tensor: nothing else, over the whole capacity, and for q's rows, packed or not, and heads."""
     if not isinstance(mask, Dense):
         raise UnsupportedError(
             "decode takes a Dense mask alone, or a mask without one; write the whole mask as one Dense (causal= still applies)"
@@ -372,10 +400,14 @@ def _check_dense(mask: Mask, batch: int, capacity: int, packed: bool) -> None:
             f"mask has batch {entries} and {keys} keys, but q has batch {batch} and the cache holds {capacity} tokens "
             "a sequence; a Dense mask needs batch 1 or q's, and the whole capacity"
         )
-    if packed and rows != 1:
+    if q.dim() == 3 and rows != 1:
         raise ShapeError(
             f"mask has {rows} queries, but with cu_seqlens_q a Dense mask must have 1, for every query alike; use tree= or a mask"
         )
+    heads = mask.tensor.shape[-3] if mask.tensor.dim() > 2 else 1
+    for axis, got, expected in (("seqlen_q", rows, q.shape[-3]), ("heads", heads, q.shape[-2])):
+        if got not in (1, expected):
+            raise ShapeError(f"mask has {axis} {got}, but q has {expected}; a Dense mask needs 1 or q's")
 
 
 def batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:

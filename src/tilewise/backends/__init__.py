@@ -84,6 +84,9 @@ class Backend(Protocol):
         """
         return None
 
+    def check_decode(self, call: DecodeCall) -> None:
+        """Raise what `decode` would for where the caches lie. It is asked before new tokens are written, of which nothing is left then."""
+
     def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
         """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
         runtime/decode_repeats.py); None where there is none.

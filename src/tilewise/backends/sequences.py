@@ -77,7 +77,7 @@ def _tokens(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
 
 def _mask(call: DecodeCall, b: int, queries: int, length: int) -> Mask:
     """The mask of one sequence; padding and a tree make it dense."""
-    mask = _of_sequence(call.mask, b, length)
+    mask = of_sequence(call.mask, b, length)
     if call.leftpad is None and call.tree is None:
         return mask
     heads = call.q.shape[-2]
@@ -94,7 +94,7 @@ def _mask(call: DecodeCall, b: int, queries: int, length: int) -> Mask:
     return Dense(shown.to(call.q.device))
 
 
-def _of_sequence(mask: Mask, b: int, length: int) -> Mask:
+def of_sequence(mask: Mask, b: int, length: int) -> Mask:
     """The mask of one sequence; a dense one, alone or with Causal, spans the capacity and may differ by sequence; it is cut to what is there."""
     match mask:
         case Dense(tensor=shown):
@@ -102,5 +102,5 @@ def _of_sequence(mask: Mask, b: int, length: int) -> Mask:
             at = min(b, shown.shape[0] - 1)
             return Dense(shown[at : at + 1, ..., :length])
         case Combined(operation="&", left=Dense() as dense, right=right):
-            return _of_sequence(dense, b, length) & right
+            return of_sequence(dense, b, length) & right
     return mask

@@ -179,9 +179,8 @@ def _check(given: Operands) -> None:
     if given.cu_seqlens is None:
         new = [given.k.shape[1]] * len(lengths)
     else:
-        bounds = values.check_cu_seqlens("cu_seqlens (decode's cu_seqlens_q)", given.cu_seqlens, given.k.shape[0])
-        new = [b - a for a, b in pairwise(bounds)]
-        k, v = k[: bounds[-1]], v[: bounds[-1]]
+        new = packed(given.cu_seqlens, given.k.shape[0])
+        k, v = k[: sum(new)], v[: sum(new)]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
     values.check_lengths(ends, given.k_cache, given.page_table, new)
     if given.page_table is not None:
@@ -199,6 +198,11 @@ def _check(given: Operands) -> None:
             raise errors.ShapeError(
                 f"v must be k[..., :{v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
             )
+
+
+def packed(cu_seqlens: Tensor, total: int) -> list[int]:
+    """How many new tokens each sequence has, of `total` that are packed; ShapeError for bounds that are none."""
+    return [b - a for a, b in pairwise(values.check_cu_seqlens("cu_seqlens (decode's cu_seqlens_q)", cu_seqlens, total))]
 
 
 def _tokens(given: Operands) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tilewise import errors, masks, tangents
 from tilewise.backends import Backend
-from tilewise.backends.sequences import one_by_one
+from tilewise.backends.sequences import of_sequence, one_by_one
 from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
+from tilewise.runtime import append_operator, graphs, plain, vmaps
 from tilewise.runtime import cache_values as values
-from tilewise.runtime import graphs, plain, vmaps
 from tilewise.runtime import operator as ops
 from tilewise.runtime.dispatch import choose
 
@@ -79,6 +79,25 @@ def run(given: Operands) -> tuple[Tensor, Tensor]:
         errors.check_local(ops.named(given), function="decode")
         return operator(*given)
     return _compute(given)
+
+
+def check(given: Operands, new: int | None) -> None:
+    """Raise what `run` would, before new tokens are written: `new` of each sequence, or as many as its queries. Whoever traces or maps a call gets
+    its errors when it runs.
+    """
+    if ops.traced() or plain.watched((*given[:TENSORS], *given.mask_tensors)):
+        return
+    call = call_of(given, None)
+    backend = backend_of(call, given.backend)
+    if call.q.numel() and call.seqlens.shape[0] and goes_whole(call):
+        backend.check_decode(call)
+    if values.wanted(given.q.device, given.check):
+        more = [new] * call.seqlens.shape[0] if new is not None else append_operator.packed(given.cu_seqlens_q, given.q.shape[0])
+        _check(given, more)
+        if call.mask.kind not in ("full", "band"):  # it may not fit what there will be of a sequence
+            rows = [call.q.shape[1]] * len(more) if given.cu_seqlens_q is None else given.cu_seqlens_q.diff().tolist()
+            for b, (before, n, queries) in enumerate(zip(call.seqlens.tolist(), more, rows, strict=True)):
+                of_sequence(call.mask, b, before + n).planes(queries, before + n, 1, call.q.shape[-2])
 
 
 def _kernel(*operands) -> tuple[Tensor, Tensor]:
@@ -154,12 +173,16 @@ def _batch(given: Operands) -> int:
     return given.q.shape[0] if given.cu_seqlens_q is None else given.cu_seqlens_q.shape[0] - 1
 
 
-def _check(given: Operands) -> int | None:
-    """ShapeError for values that the caches do not have. The most queries of a sequence, where they are packed."""
+def _check(given: Operands, new: list[int] | None = None) -> int | None:
+    """ShapeError for values that the caches do not have. The most queries of a sequence, where they are packed. new: tokens that are yet to be
+    written, of each sequence.
+    """
     capacity = values.capacity_of(given.k_cache, given.page_table)
     lengths = [capacity if given.length is None else given.length] * _batch(given)
     lengths = lengths if given.cache_seqlens is None else given.cache_seqlens.tolist()
-    values.check_lengths(lengths, given.k_cache, given.page_table)
+    if new is not None:
+        lengths = [before + more for before, more in zip(lengths, new, strict=True)]
+    values.check_lengths(lengths, given.k_cache, given.page_table, new)
     if given.page_table is not None:
         values.check_pages(given.page_table, lengths, *given.k_cache.shape[:2])
     if given.cache_batch_idx is not None:

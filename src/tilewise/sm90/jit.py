@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tilewise.sm90 import cache, lock
 from tilewise.sm90.room import make_room
+from tilewise.views import part
 
 ARCH = "sm_90a"
 BYTES = 16  # at whose multiples the copy engine and wide reads start
@@ -98,18 +99,35 @@ def build(launch, arguments, config, options: str = "", *, runs: bool = True):
 
 
 def strided(x: Tensor) -> bool:
-    """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes."""
-    return _strided(x.stride(), x.element_size())
+    """Whether the steps between x's rows are such that `tensor(aligned=True)` takes it, if it begins at a multiple of 16 bytes. Of a dimension of
+    size 1 no step is ever taken, so any is right: the DSL's functions do not look at it, and kernels multiply it by 0.
+    """
+    return steps(x) is not None
+
+
+def steps(x: Tensor) -> tuple[int, ...] | None:
+    """x's strides, with 16 bytes for those of no meaning that are no multiple of that; None where it is not `strided`."""
+    return _steps(x.shape, x.stride(), x.element_size())
 
 
 @functools.lru_cache(1024)
-def _strided(strides: tuple[int, ...], size: int) -> bool:
-    return strides[-1] == 1 and not any(step * size % BYTES for step in strides[:-1])
+def _steps(shape: torch.Size, strides: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    found = *(BYTES // size if n == 1 and step * size % BYTES else step for n, step in zip(shape[:-1], strides[:-1], strict=True)), 1
+    last = strides[-1] == 1 or shape[-1] == 1
+    return found if last and not any(step * size % BYTES for step in found[:-1]) else None
+
+
+def in_place(x: Tensor) -> bool:
+    """Whether `tensor(aligned=True)` takes x where it lies."""
+    return strided(x) and x.data_ptr() % BYTES == 0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them."""
-    return x if strided(x) and x.data_ptr() % BYTES == 0 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; a view will do where dimensions of size 1 alone have other steps."""
+    found = steps(x)
+    if found is None or x.data_ptr() % BYTES:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+    return x if found == x.stride() else part(x, x.shape, found, 0)
 
 
 def readable(x: Tensor) -> Tensor:

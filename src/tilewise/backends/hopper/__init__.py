@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends import Backend
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
-from tilewise.backends.hopper.decode import append_call
+from tilewise.backends.hopper.decode import append_call, pools
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode import repeat as decoding
 from tilewise.backends.hopper.eight_bits import call as eight_bits
@@ -123,6 +123,10 @@ class Hopper(Backend):
         if found is None and (narrow := call.in_int32()) is not call:  # for which there may be a prebuilt kernel
             found = decoding.decode(narrow, decode.decoder)
         return found
+
+    def check_decode(self, call: DecodeCall) -> None:
+        if call.page_table is not None and decoding.known(call, decode.decoder) is not None:
+            pools.readable(decoding.in_bits(call.k_cache), decoding.in_bits(call.v_cache), paged=True)
 
     def append(self, call: AppendCall) -> Tensor | None:
         """By one launch; None where the kernel does not cover the call."""

@@ -115,7 +115,7 @@ def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 def readable(bias: Tensor | None, slopes: Tensor | None, pairs: bool = False) -> tuple[Tensor | None, Tensor | None]:
     """bias and slopes, or copies that the kernels can read; with `pairs`, a bias `in_pairs` but for its address."""
-    if bias is not None and (bias.stride(-1) != 1 or (pairs and bias.data_ptr() % 4)):
+    if bias is not None and ((bias.stride(-1) != 1 and bias.shape[-1] > 1) or (pairs and bias.data_ptr() % 4)):
         bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device).copy_(bias)
     return bias, slopes if slopes is None or slopes.stride(-1) == 1 else slopes.contiguous()
 

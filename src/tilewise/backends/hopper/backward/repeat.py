@@ -11,7 +11,7 @@ from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import Call, gradient_like
-from tilewise.sm90.jit import aligned, readable, rows, strided
+from tilewise.sm90.jit import aligned, readable, rows, steps
 
 KEPT_BYTES = 1 << 18  # larger scratch is allocated anew; its kernels take longer than that
 
@@ -115,5 +115,5 @@ class Repeat:
 
 def _layout(x: Tensor, any_strides: bool = True) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Shape, strides and dtype of x's gradient, which lies as x where the kernels can write it so."""
-    like = gradient_like(x)
-    return tuple(x.shape), like.stride() if any_strides and strided(like) else short.strides(x.shape), x.dtype
+    found = steps(gradient_like(x)) if any_strides else None
+    return tuple(x.shape), found or short.strides(x.shape), x.dtype

@@ -167,11 +167,11 @@ class Appender:
         try:
             self.kernel((of_k, of_v, k, v), places, turn)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
-            if not all(jit.strided(x) and x.data_ptr() % jit.BYTES == 0 for x in (of_k, of_v)):
+            if not (jit.in_place(of_k) and jit.in_place(of_v)):
                 return None  # they are written in place, so a copy will not do
             places = Places(*(x if x is None else x.contiguous() for x in places))
             turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
-            self.kernel(New(of_k, of_v, jit.aligned(k), jit.aligned(v)), places, turn)
+            self.kernel(New(*map(jit.aligned, (of_k, of_v, k, v))), places, turn)
         torch.autograd.graph.increment_version((k_cache, v_cache))
         return places[-1]
 

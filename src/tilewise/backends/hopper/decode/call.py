@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes
-from tilewise.backends.hopper.decode import append_call, prefix, workspace
+from tilewise.backends.hopper.decode import append_call, pools, prefix, workspace
 from tilewise.backends.hopper.decode.append_call import TABLES
 from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
@@ -132,7 +132,7 @@ def _compute(call: DecodeCall, config: Config, cut: Cut, prior: Prior | None = N
     heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
     shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
     lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    q, caches = jit.aligned(call.q), (jit.readable(in_bits(x)) for x in (call.k_cache, call.v_cache))
+    q, caches = jit.aligned(call.q), pools.readable(in_bits(call.k_cache), in_bits(call.v_cache), paged=call.page_table is not None)
     beside = tables_of(call) and Tables(*map(jit.rows, tables_of(call))), *scales_of(call)
     tensors = Tensors(q[None], *caches, o[None], lse[None], *beside) if ragged else Tensors(q, *caches, o, lse, *beside)
     window, changed = _numbers(call, config)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import config, prefix
+from tilewise.backends.hopper.decode import config, pools, prefix
 from tilewise.backends.hopper.decode.config import (
     CHUNK,
     FEW_KEYS,
@@ -24,7 +24,7 @@ from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Ten
 from tilewise.backends.hopper.decode.window import FAR, window_of
 from tilewise.backends.hopper.operands import Scores
 from tilewise.problem import DecodeCall, DecodeTensors
-from tilewise.sm90.jit import BYTES, aligned, readable, strided
+from tilewise.sm90.jit import aligned, in_place
 from tilewise.views import part
 
 MOST = 1024  # calls that are remembered
@@ -97,9 +97,10 @@ class Decoder:
             prior = prior and prior._replace(early=0)
             lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
             tables = tables and Tables(*(x.contiguous() for x in tables))
-            if not (strided(o) and o.data_ptr() % BYTES == 0):
+            if not in_place(o):
                 o = torch.empty(o.shape, dtype=o.dtype, device=o.device)
-            self.kernel(Tensors(aligned(q), readable(k), readable(v), o, lse, tables, *scales), lengths, work, window, prior, scores)
+            k, v = pools.readable(k, v, paged=lengths.pages is not None)
+            self.kernel(Tensors(aligned(q), k, v, o, lse, tables, *scales), lengths, work, window, prior, scores)
         return o
 
 

@@ -43,7 +43,7 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
 def output(call: Call) -> Tensor:
     """The call's own, where the kernel can write there."""
     out = call.out
-    if out is not None and jit.strided(out) and out.data_ptr() % jit.BYTES == 0 and packing.pack(call) is None:
+    if out is not None and jit.in_place(out) and packing.pack(call) is None:
         return out
     return torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.out_dtype or call.q.dtype, device=call.q.device)
 
