@@ -279,6 +279,7 @@ def doctor(options: Namespace) -> int:
             "packages": diagnosis.packages(),
             "backends": [asdict(status) for status in statuses],
             "integrations": [asdict(each) for each in diagnosis.integrations()],
+            "silent_models": diagnosis.compat.silent_models(),
         }
         print(json.dumps(found, indent=2))
         return verdict
@@ -294,6 +295,9 @@ def doctor(options: Namespace) -> int:
     console.print(_packages_table(diagnosis))
     console.print(_backends_table(statuses))
     console.print(_integrations_table(diagnosis.integrations()))
+    for name, models in diagnosis.compat.silent_models().items():
+        if models:
+            console.print(f"{len(models)} models of {name} compute attention by themselves, whatever they are told: {', '.join(models)}")
     return verdict
 
 

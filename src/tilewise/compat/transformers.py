@@ -16,7 +16,7 @@ from transformers import __version__ as peer_version
 from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
-from tilewise.compat import hf_documents, hf_keywords, hf_masks, hf_steps
+from tilewise.compat import _asking, hf_documents, hf_keywords, hf_masks, hf_steps
 from tilewise.compat._refusals import answers
 from tilewise.compat.hf_documents import Said
 from tilewise.compat.hf_masks import Frame
@@ -26,7 +26,7 @@ from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Mask
 from tilewise.runtime import repeats
 
-__all__ = ["Pairs", "as_attention_mask", "attention", "make_mask", "register", "unregister"]
+__all__ = ["Pairs", "as_attention_mask", "attention", "check", "make_mask", "register", "unregister"]
 
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
@@ -65,6 +65,11 @@ def unregister(name: str = "tilewise") -> None:
     for interface, ours in ((AttentionInterface, attention), (AttentionMaskInterface, make_mask)):
         if interface._global_mapping.get(name) is ours:
             del interface._global_mapping[name]
+
+
+def check(model: torch.nn.Module) -> None:
+    """UnsupportedError where layers of a model compute attention by themselves: naming an implementation changes nothing for those."""
+    _asking.check(model, "transformers", "leave its attn_implementation as it is, or call it within tilewise.compat.sdpa.patch()")
 
 
 def _check_name(name: str) -> None:
