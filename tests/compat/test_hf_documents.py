@@ -289,8 +289,22 @@ def test_models_refuse_what_they_hand_on():
     ):
         with pytest.raises(UnsupportedError, match=message):
             net(tokens, **given)
-    with pytest.raises(UnsupportedError, match="is_causal=True is against the mask"):
-        model("bert")(tokens, attention_mask=(tokens > 5).long(), is_causal=True)
+
+
+def test_is_causal_is_in_the_mask():
+    """transformers makes the mask by this keyword, with padding as well."""
+    net, given = model("llama"), batch_of("lengths")
+    other = hf.LlamaForCausalLM._from_config(net.config, attn_implementation="sdpa").eval()
+    other.load_state_dict(net.state_dict())
+    net.set_attn_implementation("tilewise")
+    padding = torch.ones_like(given["input_ids"])
+    padding[0, -3:] = 0
+    with torch.no_grad():
+        for mask in (None, padding):
+            seen = {"input_ids": given["input_ids"], "attention_mask": mask, "is_causal": False}
+            close(output(net, seen)[:, :-3], output(other, seen)[:, :-3])
+        cut = torch.cat([output(net, {"input_ids": torch.tensor([x]), "is_causal": False}) for x in documents()], dim=1)
+        close(output(net, given, is_causal=False), cut)
 
 
 def test_documents_that_a_cache_goes_on_with_are_refused():

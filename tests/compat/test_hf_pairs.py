@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -116,6 +117,34 @@ def test_bits_are_what_transformers_says(name, monkeypatch):
         patched.setattr(ours.hf_masks, "read", lambda *args: None)
         want = MASKS[name]() if name != "documents" else made()
     assert torch.equal(MASKS[name]().bits(), want)
+
+
+@pytest.mark.parametrize("rest", ["blocks", "chunks", "window", "blocks in a window"])
+def test_documents_are_what_transformers_makes_of_positions(rest):
+    """Of the same documents; blocks of tokens are cut where documents end."""
+    ends = [0, 7, 8, N]
+    places = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).expand(2, -1)
+    inner, after = masking_utils.causal_mask_function, None
+    if "window" in rest:
+        inner = masking_utils.sliding_window_causal_mask_function(5)
+    if rest == "chunks":
+        inner = masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64))
+    if "blocks" in rest:
+        after = masking_utils.blockwise_overlay(torch.arange(N).expand(2, -1) // 6)
+
+    def function(remapped):
+        found = masking_utils.remap_positions_for_packed_sequence(inner, places) if remapped else inner
+        found = found if after is None else masking_utils.or_masks(found, after)
+        packed = masking_utils.packed_sequence_mask_function(masking_utils.find_packed_sequence_indices(places))
+        return masking_utils.and_masks(found, packed) if remapped else found
+
+    want, plain = made(mask_function=function(True)), made(mask_function=function(False))
+    cu = torch.tensor([*ends[:-1], *(N + end for end in ends)])
+    numbers = torch.tensor([n for n, (a, b) in enumerate(pairwise(ends)) for _ in range(b - a)])[None]
+    assert not torch.equal(plain.bits(), want.bits())
+    for said in (Said("cu_seq_lens_q", cu, cu), Said("seq_idx", seq_idx=numbers), Said("seq_idx", cu, cu, numbers)):
+        assert torch.equal(apart(said, plain, True, plain.shape).bits(), want.bits())
+        assert torch.equal(apart(said, want, True, plain.shape).bits(), want.bits())
 
 
 class Batches(Dataset):

@@ -41,14 +41,11 @@ ignored: set[str] = set()  # by `register`
 
 
 def read(given: Mapping[str, Any], module: torch.nn.Module, query: Tensor, key: Tensor, pairs: Any, causal: bool) -> Any:
-    """`pairs`, the mask of the call, or a window in place of None; UnsupportedError for keywords that are refused."""
+    """`pairs`, the mask of the call, or a window in place of None; UnsupportedError for keywords that are refused.
+
+    A mask is what the model says of `is_causal`, too: transformers makes it by that, and some layers pass another (Moonshine).
+    """
     check(given, module)
-    made = pairs.origin.causal if isinstance(pairs, Pairs) and pairs.origin is not None and query.shape[2] > 1 else None
-    if made is not None and bool(causal) != made and causal != getattr(module, "is_causal", causal):
-        raise UnsupportedError(
-            f"is_causal={causal} is against the mask that the model made, which is {'' if made else 'not '}causal; set config.is_causal instead, "
-            "or leave it out"
-        )
     window = given.get("sliding_window")
     return pairs if window is None else _windowed(window, module, query, key, pairs, causal)
 

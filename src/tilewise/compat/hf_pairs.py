@@ -28,13 +28,6 @@ class Origin(NamedTuple):
     bounds: tuple[int | None, int | None] | None = None
     moves: bool = False
 
-    @property
-    def causal(self) -> bool | None:
-        """Whether the model looks back only; None where that is not known."""
-        if self.bounds is not None:
-            return self.bounds[1] == 0
-        return None if self.tree is None else self.tree.has("causal_mask_function")
-
 
 class Pairs(BlockMask):
     """The visible pairs of a call: shape (batch, 1, seqlen_q, seqlen_k), but no tensor.
