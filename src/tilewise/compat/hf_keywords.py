@@ -56,8 +56,8 @@ def _windowed(window: int, module: torch.nn.Module, query: Tensor, key: Tensor, 
         raise ValueError(f"sliding_window must be an integer from 1 on, or None, got {window!r}")
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     if pairs is not None:
-        config = getattr(module, "config", None)
-        if window < seqlen_k and window not in (getattr(module, "sliding_window", None), getattr(config, "sliding_window", None)):
+        own = window >= seqlen_k or window == getattr(module, "sliding_window", None)
+        if not own and window != getattr(getattr(module, "config", None), "sliding_window", None):  # by layer, configs do not say
             raise UnsupportedError(
                 f"sliding_window={window} is not the layer's own, and the model made its mask without it; set it in the model's config, or pass "
                 "attention_mask=tilewise.compat.transformers.as_attention_mask(tilewise.SlidingWindow(...), batch, seqlen_q, seqlen_k)"
