@@ -25,7 +25,8 @@ from tilewise.runtime import repeats
 
 MASKS = ("none", "left", "right", "packed", "user")
 ONCE = {"image": ("none",), "speech": ("none",), "seq2seq": ("none", "left", "right")}
-CASES = [(name, mask) for name in MODELS for mask in ONCE.get(MODELS[name].kind, MASKS)]
+PASSED_OVER = ("gpt_oss", "bert")  # whose eager masks know no positions, while documents are kept apart here (test_hf_documents.py)
+CASES = [(name, mask) for name in MODELS for mask in ONCE.get(MODELS[name].kind, MASKS) if not (mask == "packed" and name in PASSED_OVER)]
 NO_CACHE = {"use_cache": False}
 STEPS = 6  # tokens to generate: beyond the windows of models that have one, which the prompt exceeds already
 
@@ -628,7 +629,7 @@ def test_closures_that_changed_their_meaning_are_asked_pair_by_pair(monkeypatch)
     code = sliding_window_overlay.__code__
     monkeypatch.setattr(masking_utils.sliding_window_overlay, "__code__", code)
     ours.register()
-    assert set(hf_masks.CAPTURED) - ours._understood() == {"sliding_window_overlay"}
+    assert set(hf_masks.CAPTURED) - ours.understood() == {"sliding_window_overlay"}
 
 
 def test_it_is_imported_by_nothing_else():
@@ -652,5 +653,5 @@ def test_every_model_agrees_or_refuses(part):
 def test_the_guide_runs():
     page = Path(__file__).parents[2] / "docs" / "guide" / "transformers.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     exec(compile("\n".join(blocks), str(page), "exec"), {})

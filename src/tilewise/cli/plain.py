@@ -65,6 +65,7 @@ def doctor(options: Namespace) -> int:
             "packages": diagnosis.packages(),
             "backends": [asdict(status) for status in statuses],
             "integrations": [asdict(each) for each in diagnosis.integrations()],
+            "silent_models": diagnosis.compat.silent_models(),
         }
         print(json.dumps(found, indent=2))
     else:
@@ -75,6 +76,9 @@ def doctor(options: Namespace) -> int:
         _section("Packages, and what they are for", packages)
         _section("Backends, for causal attention with gradients", map(_of_backend, statuses))
         _section("Integrations", map(_of_integration, diagnosis.integrations()))
+        for name, models in diagnosis.compat.silent_models().items():
+            if models:
+                print(f"{len(models)} models of {name} compute attention by themselves, whatever they are told: {', '.join(models)}")
     return OK if any(status.usable for status in statuses) else UNUSABLE
 
 

@@ -7,10 +7,10 @@ Import them by name, `from tilewise.compat import flash_attn`, which changes not
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tilewise.compat import _finder
+from tilewise.compat import _asking, _finder
 from tilewise.errors import UnsupportedError
 
-__all__ = ["Integration", "install", "status", "uninstall"]
+__all__ = ["Integration", "install", "silent_models", "status", "uninstall"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,15 @@ def status() -> list[Integration]:
         for name, (module, distribution, tested) in _TABLE.items()
         if find_spec(f"{__name__}.{name}") is not None
     ]
+
+
+def silent_models() -> dict[str, tuple[str, ...]]:
+    """The models of transformers and diffusers that compute attention by themselves, so that naming an implementation changes nothing for them.
+
+    Told by the source of what is installed, which is not imported. `tilewise.compat.transformers.check(model)` tells it of a model, and likewise
+    that of diffusers.
+    """
+    return {name: _asking.silent(name) for name in _asking.PEERS}
 
 
 def _check(names: tuple[str, ...], function: str) -> None:

@@ -1,14 +1,16 @@
 """tilewise as an attention backend of diffusers: `register()`, then `set_attention_backend("tilewise")` of a model.
 
-diffusers keeps its backends in a closed enumeration, so `register` adds a member to it by hand, and `remove()` takes that out again. UNet2DCondition
-and whoever else calls torch's function never ask for a backend; for them there is `tilewise.compat.sdpa.patch`.
+diffusers keeps its backends in a closed enumeration, so `register` adds a member to it by hand, and `remove()` takes that out again. UNet2DCondition,
+DiT and whoever else calls torch's function never ask for a backend; `check` says so, and for them there is `tilewise.compat.sdpa.patch`.
 """
 
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from tilewise.api import attention
+from tilewise.compat import _asking
 from tilewise.compat._refusals import answers
 from tilewise.compat.sdpa import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.errors import ShapeError, UnsupportedError
@@ -107,3 +109,8 @@ def register() -> Handle:
     Raises ImportError without diffusers, RuntimeError where it is registered already.
     """
     return Handle()
+
+
+def check(model: Module) -> None:
+    """UnsupportedError where layers of a model compute attention by themselves: set_attention_backend changes nothing for those (DiT, UNets)."""
+    _asking.check(model, "diffusers", "call it within tilewise.compat.sdpa.patch() instead")

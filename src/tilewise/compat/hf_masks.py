@@ -95,8 +95,11 @@ def read(function: Callable, known: Iterable[str] = CAPTURED) -> Node | None:
 def bounds(function: Callable, known: Iterable[str]) -> tuple[int | None, int | None] | None:
     """What `function` allows of key - query, as positions; None where that is not all that it looks at."""
     tree = read(function, {"and_masks", *_DIAGONALS} & set(known))
-    if tree is None:
-        return None
+    return None if tree is None else bounds_of(tree)
+
+
+def bounds_of(tree: Node) -> tuple[int | None, int | None] | None:
+    """`bounds`, of a closure that is read."""
     parts = tree.parts if tree.kind == "and_masks" else (tree,)
     return _bounds(parts, 0) if all(part.kind in _DIAGONALS for part in parts) else None
 
@@ -124,6 +127,12 @@ def by_row(tree: Node, padding: ndarray | None, batch: int, frame: Frame) -> lis
     except _NoStructure:
         return None
     return masks[:1] if all(mask == masks[0] for mask in masks) else masks
+
+
+def entries(tree: Node, padding: ndarray | None, batch: int, frame: Frame) -> list[Mask] | None:
+    """`by_row`, but one mask where `padded` has one."""
+    alone = padded(tree, padding, frame)
+    return by_row(tree, padding, batch, frame) if alone is None else [alone]
 
 
 def padded(tree: Node, padding: ndarray | None, frame: Frame) -> Mask | None:
@@ -203,7 +212,7 @@ def _all_of(parts: tuple[Node, ...], row: int, frame: Frame, ends: list[int] | N
     diagonals = [part for part in parts if part.kind in _DIAGONALS]
     rest = [_row(part, row, frame, ends) for part in parts if part.kind not in _DIAGONALS]
     if diagonals and len(rest) == 1 and isinstance(rest[0], Documents) and rest[0].inner == Full() and frame.diagonal == 0:
-        return Documents(rest[0].cu_seqlens_q, inner=_inner(_bounds(diagonals, 0)))
+        return Documents(rest[0].cu_seqlens_q, inner=inner(_bounds(diagonals, 0)))
     mask = _band(diagonals, frame) if diagonals else Full()
     for other in rest:
         mask = _both(mask, other)
@@ -223,6 +232,11 @@ _DIAGONALS: dict[str, Callable[[dict], tuple[int | None, int | None]]] = {
 }
 
 
+def looks_at_positions(node: Node) -> bool:
+    """Whether a closure asks where tokens are, and nothing of their own."""
+    return node.kind in _DIAGONALS or node.kind == "chunked_overlay"
+
+
 def _bounds(nodes: Sequence[Node], diagonal: int) -> tuple[int | None, int | None]:
     lows, highs = zip(*(_DIAGONALS[node.kind](node.captured) for node in nodes), strict=True)
     lo, hi = max((lo for lo in lows if lo is not None), default=None), min((hi for hi in highs if hi is not None), default=None)
@@ -233,7 +247,7 @@ def _band(nodes: list[Node], frame: Frame) -> Mask:
     return between(*_bounds(nodes, frame.diagonal), frame)
 
 
-def _inner(bounds: tuple[int | None, int | None]) -> Mask:
+def inner(bounds: tuple[int | None, int | None]) -> Mask:
     """A band around the diagonal of each document."""
     lo, hi = bounds
     if lo is None:
@@ -265,7 +279,7 @@ def _within_sequences(node: Node, row: int, frame: Frame, ends: list[int] | None
     (part,) = node.parts
     parts = part.parts if part.kind == "and_masks" else (part,)
     if all(each.kind in _DIAGONALS for each in parts):
-        return Documents(ends, inner=_inner(_bounds(list(parts), 0)))
+        return Documents(ends, inner=inner(_bounds(list(parts), 0)))
     diagonals = [each for each in parts if each.kind in _DIAGONALS]
     chunks = [each for each in parts if each.kind == "chunked_overlay"]
     if len(diagonals) + len(chunks) != len(parts) or len(chunks) != 1:
@@ -273,7 +287,7 @@ def _within_sequences(node: Node, row: int, frame: Frame, ends: list[int] | None
     chunk, size = chunks[0], chunks[0].captured["chunk_size"]
     ids = (positions - _of_row(chunk.captured["left_padding"], row)) // size
     starts = np.union1d(np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)), ends[:-1])
-    return Documents([*starts.tolist(), ends[-1]], inner=_inner(_bounds(diagonals, 0)) if diagonals else None)
+    return Documents([*starts.tolist(), ends[-1]], inner=inner(_bounds(diagonals, 0)) if diagonals else None)
 
 
 def _groups(node: Node, row: int, frame: Frame) -> tuple[ndarray, ndarray]:

@@ -5,8 +5,7 @@ structure (in an eager call, whose values may be read) or becomes a bool tensor 
 calls `tilewise.attention`.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,23 +16,20 @@ from transformers import __version__ as peer_version
 from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
-from tilewise.compat import hf_masks, hf_steps
+from tilewise.compat import _asking, hf_documents, hf_keywords, hf_masks, hf_steps
 from tilewise.compat._refusals import answers
+from tilewise.compat.hf_documents import Said
 from tilewise.compat.hf_masks import Frame
-from tilewise.compat.hf_steps import Step
+from tilewise.compat.hf_pairs import Origin, Pairs, as_attention_mask
+from tilewise.compat.hf_understood import understood
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Mask
 from tilewise.runtime import repeats
 
+__all__ = ["Pairs", "as_attention_mask", "attention", "check", "make_mask", "register", "unregister"]
+
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
-UNKNOWN = {  # options of some models' own attention functions, which must not be passed over
-    "output_attentions": "the weights of attention, which are never formed",
-    "sinks": "sinks of each query's own",
-    "indices": "keys that an indexer chose for each query",
-    "block_indices": "blocks of keys that an indexer chose for each query",
-    "head_mask": "weights for heads",
-}
 FRONT = object()  # by which repeats.py knows our options
 CAUSAL = Causal()
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
@@ -41,8 +37,10 @@ FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys t
 _registered: set[str] = set()
 
 
-def register(name: str = "tilewise") -> None:
+def register(name: str = "tilewise", ignore: Iterable[str] = ()) -> None:
     """Make `attn_implementation=name` run on tilewise, in every model of transformers (5.0 or later) that asks its attention interface.
+
+    ignore: keywords of your own which models hand on to attention, and which say nothing of what is visible; others with tensors are refused.
 
     Raises ValueError for a name that transformers gives another meaning, UnsupportedError for transformers 4 and earlier.
     """
@@ -51,10 +49,11 @@ def register(name: str = "tilewise") -> None:
             f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers"
         )
     _check_name(name)
-    _understood.cache_clear()
-    _understood()
+    understood.cache_clear()
+    understood()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
+    hf_keywords.ignored.update(ignore)
     _registered.add(name)
 
 
@@ -68,6 +67,11 @@ def unregister(name: str = "tilewise") -> None:
             del interface._global_mapping[name]
 
 
+def check(model: torch.nn.Module) -> None:
+    """UnsupportedError where layers of a model compute attention by themselves: naming an implementation changes nothing for those."""
+    _asking.check(model, "transformers", "leave its attn_implementation as it is, or call it within tilewise.compat.sdpa.patch()")
+
+
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise ValueError(f"name must be an identifier such as 'tilewise' (transformers takes paths and 'paged|' for kernels), got {name!r}")
@@ -76,93 +80,6 @@ def _check_name(name: str) -> None:
     others = AttentionInterface._global_mapping.get(name, attention) is not attention
     if name in TAKEN or others:
         raise ValueError(f"name {name!r} is transformers' own or registered by another package; choose another, such as 'tilewise'")
-
-
-class Pairs(BlockMask):
-    """The visible pairs of a call, as transformers hands masks on: shape (batch, 1, seqlen_q, seqlen_k), but no tensor.
-
-    A BlockMask by type alone, for which transformers leaves it as it is. Whatever computes with it, slices it or asks for its dtype does not ask
-    the attention interface, and gets an error in place of a wrong result.
-
-    mask: the structure, or None where `bits` say all. Its frame has the first `keys` keys only, which are all that anybody sees; where `folded`,
-    those of all entries end to end. step: where that says the same.
-    """
-
-    def __init__(
-        self,
-        mask: Mask | None,
-        shape: tuple[int, int, int, int],
-        keys: int,
-        folded: bool,
-        bits: Tensor | Callable[[], Tensor],
-        step: Step | None = None,
-    ):
-        self.mask, self.pairs_shape, self.keys, self.folded, self._bits, self.step = mask, shape, keys, folded, bits, step
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.pairs_shape
-
-    @property
-    def ndim(self) -> int:
-        return 4
-
-    def bits(self) -> Tensor:
-        """What is visible, bool (batch, 1, seqlen_q, seqlen_k)."""
-        if not isinstance(self._bits, Tensor):
-            self._bits = self._bits()
-        return self._bits
-
-    def to(self, *args, **kwargs) -> "Pairs":
-        """Itself: the structure is nowhere, and the bits are read wherever they are."""
-        return self
-
-    def __repr__(self) -> str:
-        return f"Pairs({self.mask if self.mask is not None else 'bits'}, shape={self.pairs_shape})"
-
-    __str__ = __repr__
-
-    def __getitem__(self, index):
-        raise _misused("is sliced")
-
-    def __radd__(self, other):
-        raise _misused("is added to scores")
-
-    __add__ = __radd__
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise AttributeError(f"{_misused(f'is asked for .{name}')}")
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise _misused(f"is passed to {getattr(function, '__name__', function)}")
-
-
-def _misused(how: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"the attention mask that tilewise made {how}, so this model (or a part of it) computes attention by itself and does not ask transformers' "
-        'attention interface; load it with attn_implementation="sdpa" or "eager", or give that to the sub-config: {"text_config": "tilewise", ...}'
-    )
-
-
-def as_attention_mask(mask: Mask, batch: int, seqlen_q: int, seqlen_k: int) -> Pairs:
-    """A mask of tilewise as an `attention_mask` for models with this implementation, in place of the 4-D tensor that transformers takes.
-
-    Raises ShapeError where the mask does not fit, ValueError where it is none.
-    """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a mask of tilewise, got {type(mask).__name__} {mask!r:.100}")
-    mask.planes(seqlen_q, seqlen_k, batch, mask.extent[1])
-    if mask.extent[1] != 1:
-        raise ShapeError(f"mask {mask} differs by head, which transformers' masks do not; use tilewise.attention itself")
-
-    def bits() -> Tensor:
-        seen = mask.dense(seqlen_q, seqlen_k)
-        return seen.expand(batch, 1, seqlen_q, seqlen_k)
-
-    return Pairs(mask, (batch, 1, seqlen_q, seqlen_k), seqlen_k, False, bits)
 
 
 def make_mask(
@@ -186,7 +103,7 @@ def make_mask(
     Returns None, as eager's does, only where no pair is hidden and the caller allows it.
     """
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    shape = (batch_size, 1, q_length, kv_length)
+    shape, device = (batch_size, 1, q_length, kv_length), kwargs.get("device")
 
     def bits() -> Tensor:
         where = batch_size, q_length, kv_length, q_offset, kv_offset
@@ -199,40 +116,39 @@ def make_mask(
             return None
         own = kwargs.get("use_vmap", False)  # what transformers says of the caller's closures, which cannot be looked into
         bounds = None if own or padding is not None else _bounds(mask_function, local_size, config)
+        origin = Origin(moves=own or (local_size is not None and local_size == getattr(config, "attention_chunk_size", None)))
         if bounds is None or not (allow_is_causal_skip and isinstance(q_offset, int)):
             steps = bounds is not None and q_length == 1 and isinstance(q_offset, Tensor)
             step = hf_steps.step(bounds, batch_size, q_offset - kv_offset, None) if steps else None
-            return Pairs(None, shape, kv_length, False, bits(), step)
+            return Pairs(None, shape, kv_length, bits(), step, origin)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
-        return Pairs(hf_masks.between(lo, frame.diagonal, frame), shape, kv_length, False, bits)
+        origin = Origin(frame=frame, bounds=bounds)
+        return Pairs((hf_masks.between(lo, frame.diagonal, frame),), shape, kv_length, None, None, origin, device)
     static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
     whole, step = padding is None or (not static and bool(padding.all())), None
     if q_length == 1 and (static or not whole):
         pairs = bits() if static else padding
-        bounds = hf_masks.bounds(mask_function, _understood())
+        bounds = hf_masks.bounds(mask_function, understood())
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
             at = torch.as_tensor(q_offset - kv_offset, dtype=torch.int64, device=pairs.device)
             step = hf_steps.step(bounds, batch_size, at, present)
         if static:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
-            return Pairs(None, shape, kv_length, False, pairs, step)
+            return Pairs(None, shape, kv_length, pairs, step, Origin(moves=True))
     seen = None if whole else padding.cpu().numpy()
-    tree = hf_masks.read(mask_function, _understood())
+    tree = hf_masks.read(mask_function, understood())
     if tree is None:
-        return Pairs(None, shape, kv_length, False, bits())
+        return Pairs(None, shape, kv_length, bits(), None, Origin(moves=True))
     if tree.kind == "bidirectional_mask_function" and seen is None and allow_is_bidirectional_skip:
         return None
-    q_offset = int(q_offset)  # for `bits` as well: caches count in this tensor, and may have gone on when those are asked for
-    frame = Frame(q_length, kv_length, q_offset, kv_offset)
+    frame = Frame(q_length, kv_length, int(q_offset), kv_offset)
     frame = frame._replace(seqlen_k=hf_masks.keys_seen(tree, seen, frame))
-    if (mask := hf_masks.padded(tree, seen, frame)) is not None:
-        return Pairs(mask, shape, frame.seqlen_k, False, bits, step)
-    masks = hf_masks.by_row(tree, seen, batch_size, frame)
+    origin = Origin(tree, seen, frame, hf_masks.bounds_of(tree) if seen is None else None)
+    masks = hf_masks.entries(tree, seen, batch_size, frame)
     if masks is None or (len(masks) > 1 and q_length < FOLDED_FROM):
-        return Pairs(None, shape, kv_length, False, bits(), step)
-    folded = len(masks) > 1
-    return Pairs(hf_masks.folded(masks, *frame[:2]) if folded else masks[0], shape, frame.seqlen_k, folded, bits, step)
+        return Pairs(None, shape, kv_length, bits(), step, origin)
+    return Pairs(masks, shape, frame.seqlen_k, None, step, origin, device)
 
 
 def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tuple[int | None, int] | None:
@@ -278,19 +194,20 @@ def attention(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; for options of `UNKNOWN`; for masks of other kinds or lengths.
     """
-    for name in kwargs.keys() & UNKNOWN.keys():
-        if kwargs[name] is not None and kwargs[name] is not False:
-            raise UnsupportedError(
-                f'{name} asks for {UNKNOWN[name]}, which tilewise does not have; use attn_implementation="eager" for this model'
-            )
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ShapeError(f"query, key and value must be (batch, heads, seqlen, dim), got shapes {shapes}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if kwargs:
+        attention_mask = hf_keywords.read(kwargs, module, query, key, attention_mask, causal)
+        shape = _shape(query, key, attention_mask)
+        if (what := hf_documents.said(kwargs, attention_mask, shape)) is not None:
+            options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "deterministic": deterministic}
+            return _of_documents(what, module, (query, key, value), attention_mask, position_bias, causal, options)
     step = attention_mask.step if isinstance(attention_mask, Pairs) else None
-    structure = _structure(module, query, key, attention_mask, is_causal) if step is None else None
+    structure = _structure(query, key, attention_mask, causal) if step is None else None
     if structure is not None:
-        causal, mask = structure
-        known_as = (causal, scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, None, mask, False)
+        known_as = (structure[0], scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, None, structure[1], False)
         beside = position_bias, None, s_aux, None, None, None
         if (known := repeats.find(query, key, value, known_as, beside)) is not None:
             return known(query, key, value, beside), None
@@ -316,7 +233,7 @@ def attention(
         else:
             options["mask"], keys = attention_mask.mask, attention_mask.keys
     elif attention_mask is None:
-        if (getattr(module, "is_causal", True) if is_causal is None else is_causal) and q.shape[1] > 1:
+        if causal and q.shape[1] > 1:
             keys = min(keys, q.shape[1])  # causal from the top left: the keys behind are places of a static cache that are still empty
             options["mask"] = CAUSAL if keys == q.shape[1] else Causal("top_left")
     else:
@@ -334,10 +251,52 @@ def attention(
     return o, None
 
 
-def _structure(module, query: Tensor, key: Tensor, attention_mask: Any, is_causal: bool | None) -> tuple[bool, Mask | None] | None:
+def _of_documents(
+    what: Said,
+    module: torch.nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Any,
+    position_bias: Tensor | None,
+    causal: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """`attention` whose pairs share a document besides; `options` are its own."""
+    if attention_mask is not None and not isinstance(attention_mask, Pairs):
+        attention_mask, position_bias = _given(attention_mask, position_bias, qkv[1].shape[2])
+    shape = _shape(*qkv[:2], attention_mask)
+    inner = None if position_bias is not None else hf_documents.inner_band(what, attention_mask, causal, shape)
+    if inner is None:
+        pairs = hf_documents.apart(what, attention_mask, causal, shape)
+        return attention(module, *qkv, pairs, position_bias=position_bias, **options)
+    q, k, v = (x.expand(shape[0], -1, -1, -1).transpose(1, 2) for x in qkv)
+    if isinstance(attention_mask, Pairs):
+        _check_lengths(attention_mask, q, k)
+        k, v = k[:, : attention_mask.keys], v[:, : attention_mask.keys]
+    if not is_tracing(what.cu_q):
+        hf_documents.check_rows(what, *q.shape[:2])
+    return _packed(what, q, k, v, inner, options), None
+
+
+def _shape(query: Tensor, key: Tensor, attention_mask: Any) -> tuple[int, int, int, int]:
+    """(batch, 1, seqlen_q, seqlen_k) of a call, by its mask where that has a shape."""
+    batch = max(query.shape[0], key.shape[0])
+    return (batch, *attention_mask.shape[1:]) if isinstance(attention_mask, Pairs) else (batch, 1, query.shape[2], key.shape[2])
+
+
+@answers(f"{__name__}.attention", cu_seqlens_q="cu_seq_lens_q", cu_seqlens_k="cu_seq_lens_k")
+def _packed(what: Said, q: Tensor, k: Tensor, v: Tensor, inner: Mask, options: dict[str, Any]) -> Tensor:
+    """(batch, seqlen_q, heads, head_dim_v), of the entries laid end to end."""
+    sink = None if options["s_aux"] is None else options["s_aux"].reshape(-1)
+    own = {"scale": options["scaling"], "softcap": options["softcap"] or 0.0, "sink": sink, "dropout_p": options["dropout"]}
+    packed = (x.flatten(0, 1) for x in (q, k, v))
+    o = tw.attention_varlen(*packed, what.cu_q, what.cu_k, mask=inner, deterministic=bool(options["deterministic"]), **own)
+    return o.unflatten(0, q.shape[:2])
+
+
+def _structure(query: Tensor, key: Tensor, attention_mask: Any, causal: bool) -> tuple[bool, Mask | None] | None:
     """(causal, mask), which with the tensors' shapes say what is visible, where neither is in a tensor and all keys count; else None."""
     if attention_mask is None:
-        return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
+        return bool(causal), None
     if type(attention_mask) is not Pairs or attention_mask.mask is None or attention_mask.folded:
         return None
     fits = attention_mask.pairs_shape[2:] == (query.shape[2], key.shape[2]) and attention_mask.keys == key.shape[2]
@@ -379,50 +338,3 @@ def _given(attention_mask: Any, position_bias: Tensor | None, seqlen_k: int) -> 
             f"attention_mask must be bool (true where visible) or floats that are added to the scores, got {attention_mask.dtype}"
         )
     return None, attention_mask if position_bias is None else attention_mask + position_bias
-
-
-@cache
-def _understood() -> frozenset[str]:
-    """The closures of hf_masks.CAPTURED that in this transformers hide the pairs that they are taken to hide."""
-    return frozenset(kind for kind in hf_masks.CAPTURED if _agrees(kind))
-
-
-def _agrees(kind: str) -> bool:
-    try:
-        function, frame = _example(kind)
-        tree = hf_masks.read(function)
-        masks = None if tree is None else hf_masks.by_row(tree, None, 2, frame)
-        if masks is None:
-            return False
-        seen = torch.stack([mask.dense(*frame[:2]) for mask in masks]).expand(2, -1, -1)
-        want = masking_utils.sdpa_mask(2, *frame, function, allow_is_causal_skip=False, device="cpu")
-    except (AttributeError, TypeError, ValueError, IndexError):  # it is gone, or other than it was
-        return False
-    return torch.equal(seen, want[:, 0])
-
-
-def _example(kind: str) -> tuple[Callable, Frame]:
-    """A closure of this kind, alone or with those that it needs, for a batch of 2."""
-
-    def integers(*rows) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
-
-    causal, make = masking_utils.causal_mask_function, getattr(masking_utils, kind)
-    packed = masking_utils.packed_sequence_mask_function(integers([0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 1, 1]))
-    blocks = masking_utils.blockwise_overlay(integers([-1, 0, 0, -1, 1, 1, 1, 0], [0, 0, -1, -1, -1, -1, 2, 2]))
-    apart, square = Frame(5, 7, q_offset=3, k_offset=1), Frame(6, 6)
-    examples = {
-        "causal_mask_function": (causal, apart),
-        "bidirectional_mask_function": (masking_utils.bidirectional_mask_function, apart),
-        "chunked_overlay": (lambda: make(3, integers(0, 2)), apart),
-        "blockwise_overlay": (blocks, apart),
-        hf_masks.PACKED: (packed, square),
-        hf_masks.REMAPPED: (
-            lambda: masking_utils.and_masks(make(causal, integers([0, 1, 0, 1, 2, 0], [3, 4, 5, 6, 0, 1])), packed),
-            square,
-        ),
-        "and_masks": (lambda: make(causal, blocks), apart),
-        "or_masks": (lambda: make(causal, blocks), apart),
-    }
-    function, frame = examples.get(kind, (lambda: make(2), apart))
-    return (function() if function.__name__ == "<lambda>" else function), frame
