@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from tilewise.api import attention
+from tilewise.compat._attn_mask import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.compat._refusals import answers
-from tilewise.compat.sdpa import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.errors import ShapeError, UnsupportedError
 
 NAME = "tilewise"
