@@ -211,7 +211,7 @@ def operands(
         diagonal=None,
         rng=operator.random_state(seed, offset) if dropout_p > 0.0 else None,
         mask=mask.text(mask_tensors),
-        mask_tensors=mask_tensors,
+        mask_tensors=mask_tensors or None,
         scale=None if scale is None else float(scale),
         softcap=float(softcap),
         dropout_p=float(dropout_p),

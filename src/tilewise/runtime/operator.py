@@ -1,4 +1,4 @@
-"""The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
+"""The torch.library operators `tilewise::attention_forward` and `tilewise::attention_backward`: schema, fake kernels and autograd.
 
 Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap, tangents.py
 the eye on forward-mode differentiation. An operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it
@@ -26,7 +26,8 @@ class Operands(NamedTuple):
     """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5;
     out_dtype None is q's.
 
-    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for; `by_document` that bias and
+    `mask` is the mask's text, in which #i stands for mask_tensors[i], None where it holds none (an empty list reaches no operator that AOTInductor
+    has compiled); `grad` says whether a gradient may be asked for; `by_document` that bias and
     alibi_slopes are those of packed documents (runtime/by_document.py).
     """
 
@@ -41,7 +42,7 @@ class Operands(NamedTuple):
     v_scale: Tensor | None
     diagonal: Tensor | None
     rng: Tensor | None
-    mask_tensors: list[Tensor]
+    mask_tensors: list[Tensor] | None
     mask: str
     scale: float | None
     softcap: float
@@ -55,7 +56,7 @@ class Operands(NamedTuple):
     backend: str | None
 
 
-SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", str: "str", str | None: "str?", bool: "bool"}
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor] | None: "Tensor[]?", str: "str", str | None: "str?", bool: "bool"}
 SCHEMA_TYPES |= {float: "float", float | None: "float?", torch.dtype | None: "ScalarType?"}
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items())
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
@@ -69,7 +70,7 @@ def call_of(given: Operands) -> Call:
     if given.rng is not None and given.dropout_p > 0.0:
         dropout = Dropout(given.dropout_p, *given.rng.tolist())
     return Call(
-        mask=masks.parse(given.mask, given.mask_tensors),
+        mask=masks.parse(given.mask, given.mask_tensors or []),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         dropout=dropout,
         **{name: getattr(given, name) for name in AS_IN_CALL},
@@ -78,7 +79,7 @@ def call_of(given: Operands) -> Call:
 
 def named(given: NamedTuple) -> dict[str, Tensor | None]:
     """The tensors among an operator's operands by their names: all before its list `mask_tensors`, and those of the list."""
-    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors)}
+    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors or ())}
     first = given._fields.index("mask_tensors")
     return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
 
@@ -175,17 +176,18 @@ def _fake_backward(o, lse, d_o, d_lse, bias_grad, *operands):
 
 def _setup_context(ctx, inputs, output):
     given, (o, lse, row_max) = Operands(*inputs), output
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, o, lse))
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors or [], o, lse))
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
-    ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
+    ctx.settings = given[TENSORS + 1 :]
+    ctx.no_grads = given.mask_tensors and [None] * len(given.mask_tensors)  # an operator wants one entry for each tensor of its list
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_o, d_lse, choose_way):
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     rest = TENSORS - 3
-    given = Operands(q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings)
+    given = Operands(q, k, v, *tensors[:rest], tensors[rest:] or None, *ctx.settings)
     bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
     grads = [None] * len(given)
     operands = o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given
@@ -198,7 +200,7 @@ def _differentiate(ctx, d_o, d_lse, choose_way):
 def _differentiate_by(op: torch.library.CustomOpDef):
     def differentiate(ctx, d_o, d_lse, _):
         grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: op))
-        grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
+        grads[TENSORS] = ctx.no_grads
         return tuple(grads)
 
     return differentiate
@@ -207,7 +209,7 @@ def _differentiate_by(op: torch.library.CustomOpDef):
 def _tensors(operands: tuple) -> list[Tensor | None]:
     """All tensors among the operands of `backward`."""
     first = len(operands) - len(Operands._fields)
-    return [*operands[: first - 1], *operands[first : first + TENSORS], *operands[first + TENSORS]]  # without bias_grad
+    return [*operands[: first - 1], *operands[first : first + TENSORS], *(operands[first + TENSORS] or ())]  # without bias_grad
 
 
 def _way_back(operands: tuple):
@@ -234,12 +236,13 @@ def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
         refuse_forward_mode()
 
 
-forward, backward = _forward_operator("forward", _forward_kernel), _backward_operator("backward", _backward_kernel)
-forward_reading = _forward_operator("forward_reading", graphs.afresh(_forward_kernel, Operands), **graphs.LEFT_OUT)
+# Selective checkpointing looks for "attention" in names.
+forward, backward = _forward_operator("attention_forward", _forward_kernel), _backward_operator("attention_backward", _backward_kernel)
+forward_reading = _forward_operator("attention_forward_reading", graphs.afresh(_forward_kernel, Operands), **graphs.LEFT_OUT)
 backward_reading = _backward_operator(
-    "backward_reading", graphs.afresh(_backward_kernel, Operands, GRADIENTS.count(",") + 1), **graphs.LEFT_OUT
+    "attention_backward_reading", graphs.afresh(_backward_kernel, Operands, GRADIENTS.count(",") + 1), **graphs.LEFT_OUT
 )
-for op, name, back in ((forward, "forward", backward), (forward_reading, "forward_reading", backward_reading)):
+for op, name, back in ((forward, "attention_forward", backward), (forward_reading, "attention_forward_reading", backward_reading)):
     op.register_autograd(_differentiate_by(back), setup_context=_setup_context)
     back.register_autograd(_refuse_second_derivative)
     watch(op, name, _refuse_tangents_forward)
@@ -343,7 +346,7 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
 
     With `out`, which fits and takes no part in a gradient, O is written there.
     """
-    tensors = *operands[:TENSORS], *operands.mask_tensors
+    tensors = *operands[:TENSORS], *(operands.mask_tensors or ())
     if out is not None:
         if not traced() and not watched((*tensors, out)):
             return _forward(*operands, out=out)

@@ -88,7 +88,7 @@ def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
         _library.impl(name, lambda *args: _batched(rule, *args), "Batched")
 
 
-register(forward, "forward", partial(_vmap, forward, FORWARD))
-register(backward, "backward", partial(_vmap, backward, BACKWARD))
-register(forward_reading, "forward_reading", partial(_vmap, forward_reading, FORWARD))
-register(backward_reading, "backward_reading", partial(_vmap, backward_reading, BACKWARD))
+register(forward, "attention_forward", partial(_vmap, forward, FORWARD))
+register(backward, "attention_backward", partial(_vmap, backward, BACKWARD))
+register(forward_reading, "attention_forward_reading", partial(_vmap, forward_reading, FORWARD))
+register(backward_reading, "attention_backward_reading", partial(_vmap, backward_reading, BACKWARD))
