@@ -31,7 +31,7 @@ def _constant(function: Callable) -> Callable:
     return function
 
 
-def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor] | None, backend: str | None, drawn: bool = False) -> bool:
+def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, drawn: bool = False) -> bool:
     """Whether the call would read values on the host, of tensors that may be fake. drawn: whether it has random numbers, which a graph would repeat.
 
     Only kernels for Hopper read none; of masks, those read none that hold no tensor, or packed documents' ends alone.
@@ -45,7 +45,7 @@ def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor] | None, ba
 
 
 def decode_reads(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: str, mask_tensors: list[Tensor] | None, backend: str | None, check: bool
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, check: bool
 ) -> bool:
     """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
     if reads(q, v_cache, mask, mask_tensors, backend):
@@ -92,7 +92,7 @@ def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Ca
     at = skipped + operands._fields.index("mask_tensors")
 
     def run(*given):
-        return kernel(*given[:at], given[at] and [x.clone() for x in given[at]], *given[at + 1 :])
+        return kernel(*given[:at], [x.clone() for x in given[at] if "#" in given[at + 1]], *given[at + 1 :])
 
     return run
 

@@ -26,8 +26,8 @@ class Operands(NamedTuple):
     """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5;
     out_dtype None is q's.
 
-    `mask` is the mask's text, in which #i stands for mask_tensors[i], None where it holds none (an empty list reaches no operator that AOTInductor
-    has compiled); `grad` says whether a gradient may be asked for; `by_document` that bias and
+    `mask` is the mask's text, in which #i stands for mask_tensors[i]. In a graph these are never empty, as AOTInductor knows no empty list: a mask
+    that holds no tensor gets q, and nobody looks at it. `grad` says whether a gradient may be asked for; `by_document` that bias and
     alibi_slopes are those of packed documents (runtime/by_document.py).
     """
 
@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     v_scale: Tensor | None
     diagonal: Tensor | None
     rng: Tensor | None
-    mask_tensors: list[Tensor] | None
+    mask_tensors: list[Tensor]
     mask: str
     scale: float | None
     softcap: float
@@ -55,8 +55,13 @@ class Operands(NamedTuple):
     out_dtype: torch.dtype | None
     backend: str | None
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that the mask holds."""
+        return self.mask_tensors if "#" in self.mask else []
 
-SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor] | None: "Tensor[]?", str: "str", str | None: "str?", bool: "bool"}
+
+SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", str: "str", str | None: "str?", bool: "bool"}
 SCHEMA_TYPES |= {float: "float", float | None: "float?", torch.dtype | None: "ScalarType?"}
 SCHEMA = ", ".join(f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items())
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
@@ -70,7 +75,7 @@ def call_of(given: Operands) -> Call:
     if given.rng is not None and given.dropout_p > 0.0:
         dropout = Dropout(given.dropout_p, *given.rng.tolist())
     return Call(
-        mask=masks.parse(given.mask, given.mask_tensors or []),
+        mask=masks.parse(given.mask, given.held),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         dropout=dropout,
         **{name: getattr(given, name) for name in AS_IN_CALL},
@@ -79,7 +84,7 @@ def call_of(given: Operands) -> Call:
 
 def named(given: NamedTuple) -> dict[str, Tensor | None]:
     """The tensors among an operator's operands by their names: all before its list `mask_tensors`, and those of the list."""
-    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors or ())}
+    mask_tensors = {f"mask_tensors[{n}]": x for n, x in enumerate(given.mask_tensors)}
     first = given._fields.index("mask_tensors")
     return dict(zip(given._fields, given[:first], strict=False)) | mask_tensors
 
@@ -176,18 +181,18 @@ def _fake_backward(o, lse, d_o, d_lse, bias_grad, *operands):
 
 def _setup_context(ctx, inputs, output):
     given, (o, lse, row_max) = Operands(*inputs), output
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors or [], o, lse))
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.held, o, lse))
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
     ctx.settings = given[TENSORS + 1 :]
-    ctx.no_grads = given.mask_tensors and [None] * len(given.mask_tensors)  # an operator wants one entry for each tensor of its list
+    ctx.no_grads = [None] * len(given.mask_tensors)  # an operator wants one entry for each tensor of its list
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, d_o, d_lse, choose_way):
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     rest = TENSORS - 3
-    given = Operands(q, k, v, *tensors[:rest], tensors[rest:] or None, *ctx.settings)
+    given = Operands(q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings)
     bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
     grads = [None] * len(given)
     operands = o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given
@@ -209,7 +214,7 @@ def _differentiate_by(op: torch.library.CustomOpDef):
 def _tensors(operands: tuple) -> list[Tensor | None]:
     """All tensors among the operands of `backward`."""
     first = len(operands) - len(Operands._fields)
-    return [*operands[: first - 1], *operands[first : first + TENSORS], *(operands[first + TENSORS] or ())]  # without bias_grad
+    return [*operands[: first - 1], *operands[first : first + TENSORS], *operands[first + TENSORS]]  # without bias_grad
 
 
 def _way_back(operands: tuple):
@@ -326,6 +331,11 @@ def gradients_on() -> bool:
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
 
 
+def filled(given):
+    """Operands for a graph: with mask_tensors that are not empty."""
+    return given if given.mask_tensors else given._replace(mask_tensors=[given.q])
+
+
 def random_state(seed: int | None = None, offset: int = 0) -> Tensor:
     """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
     for name, x, bits, otherwise in (
@@ -346,7 +356,7 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
 
     With `out`, which fits and takes no part in a gradient, O is written there.
     """
-    tensors = *operands[:TENSORS], *(operands.mask_tensors or ())
+    tensors = *operands[:TENSORS], *operands.mask_tensors
     if out is not None:
         if not traced() and not watched((*tensors, out)):
             return _forward(*operands, out=out)
@@ -354,8 +364,8 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
         return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
-        drawn = operands.rng is not None
-        reads = graphs.reads(operands.q, operands.v, operands.mask, operands.mask_tensors, operands.backend, drawn or operands.by_document)
+        operands, drawn = filled(operands), operands.rng is not None
+        reads = graphs.reads(operands.q, operands.v, operands.mask, operands.held, operands.backend, drawn or operands.by_document)
         return (forward_reading if reads else forward)(*operands)
     if watched(tensors):
         errors.check_local(named(operands))

@@ -23,8 +23,9 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _vmap(op: Callable, batched: tuple[int, ...], size: int, in_dims: tuple, args: tuple):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
-    others = (x for at, x in enumerate(args) if at not in batched)
-    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) or (isinstance(x, str) and BY_ENTRY in x) for x in others):
+    others = [x for at, x in enumerate(args) if at not in batched]
+    texts = [x for x in others if isinstance(x, str)]
+    if not any(isinstance(x, Tensor) for x in others) and not any("#" in text or BY_ENTRY in text for text in texts):
         folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
         batch = args[0].shape[0] if in_dims[0] is None else args[0].movedim(in_dims[0], 0).shape[1]
         results = tuple(y.reshape(size, batch, *y.shape[1:]) if y.dim() > 1 else y.expand(size, 0) for y in op(*folded))
