@@ -1,6 +1,7 @@
 """Bad input gets a named error that says what is wrong and what would be right, before any work: by list, and by a fuzzer that breaks good calls."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tilewise import ShapeError, UnsupportedError
+from tilewise import ShapeError, UnsupportedError, errors
+from tilewise.compat import sdpa
 
 Q = torch.randn(2, 5, 4, 8)
 K = torch.randn(2, 7, 2, 8)
@@ -248,3 +250,55 @@ def test_fuzzed_cu_seqlens_work_or_name_the_error(cu_q, cu_k):
     else:
         with pytest.raises(ShapeError):
             packed(cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32), cu_seqlens_k=torch.tensor(cu_k, dtype=torch.int32))
+
+
+QKV = (torch.zeros(1, 4, 2, 8),) * 3
+WORDS = {
+    "is_causal": (True, r"causal=True \(bottom right"),
+    "attn_mask": (None, r"mask=tilewise.Dense\(...\) for a bool tensor"),
+    "dropout": (0.1, "dropout_p="),
+    "softmax_scale": (1.0, "scale="),
+    "window_size": ((3, 0), r"mask=tilewise.SlidingWindow\(left, right\)"),
+    "sliding_window": (4, "SlidingWindow"),
+    "enable_gqa": (True, "nothing: heads_q may be a multiple of heads_k"),
+    "s_aux": (None, "sink="),
+}
+
+
+@pytest.mark.parametrize("name, value, meant", [(name, *rest) for name, rest in WORDS.items()], ids=WORDS)
+def test_peers_words_are_answered_with_ours(name, value, meant):
+    with pytest.raises(TypeError, match=rf"attention\(\) got an unexpected keyword argument '{name}': {name}= is .*{meant}"):
+        tw.attention(*QKV, **{name: value})
+    with pytest.raises(ValueError, match=rf"explain got unknown options \['{name}'\] \({name}= is .*{meant}"):
+        tw.explain(*QKV, **{name: value})
+
+
+def test_other_words_and_other_functions():
+    cu = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(TypeError, match="attention.. got an unexpected keyword argument 'casual': it takes causal, mask, scale"):
+        tw.attention(*QKV, casual=True)
+    with pytest.raises(
+        TypeError, match="attention_varlen.. got an unexpected .*'max_seqlen_q': max_seqlen_q= is nothing: lengths are found"
+    ):
+        tw.attention_varlen(*(x[0] for x in QKV), cu, max_seqlen_q=4)
+    with pytest.raises(TypeError, match="decode.. got an unexpected .*'block_table': block_table= is page_table= here"):
+        tw.decode(*QKV, block_table=None)
+    with pytest.raises(TypeError, match="decode.. got an unexpected .*'attn_bias': it takes cache_seqlens, page_table"):
+        tw.decode(*QKV, attn_bias=None)  # of which it has none
+
+
+def test_heads_first_is_said_once(monkeypatch):
+    monkeypatch.setattr(errors, "_said", set())
+    sdpas, short = torch.zeros(1, 3, 7, 8), torch.zeros(1, 1, 3, 8)
+    with pytest.warns(
+        UserWarning, match=r"q \(1, 3, 7, 8\) and k \(1, 3, 7, 8\) have more heads than tokens.*pass q.transpose\(1, 2\)"
+    ) as said:
+        for _ in range(3):
+            tw.attention(sdpas, sdpas, sdpas, mask=tw.SlidingWindow(2, 1))
+    assert len(said) == 1 and said[0].filename == __file__
+    monkeypatch.setattr(errors, "_said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tw.attention(short, *(torch.zeros(1, 9, 3, 8),) * 2)  # a new token and its cache
+        tw.attention(*QKV)
+        sdpa.scaled_dot_product_attention(*(torch.zeros(1, 7, 3, 8),) * 3)  # which knows its layout

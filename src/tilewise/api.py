@@ -5,6 +5,7 @@ mask's size) is checked by the operator, before any work.
 """
 
 from collections.abc import Mapping
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ def attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
     out: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
@@ -92,7 +94,12 @@ def attention(
         ShapeError: a tensor of the wrong shape, dtype, device or layout.
         ValueError: a number, flag or name out of its range.
         UnsupportedError: no backend, or not the one asked for, can run this.
+        TypeError: another keyword; the sentence says what a peer's (is_causal, attn_mask, softmax_scale, ...) is called here.
+
+    A UserWarning, once, where q and k have more heads than tokens: SDPA's layout has heads first.
     """
+    if unknown:
+        errors.check_words("attention", unknown, attention.__kwdefaults__)
     options = (causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None, None)
     if not q_scale is k_scale is v_scale is None:
@@ -104,6 +111,7 @@ def attention(
         return known(q, k, v, beside)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
+    errors.warn_of_heads_first(q, k)
     check_returns(return_lse, return_max_logits)
     given = operands(
         q,
@@ -147,7 +155,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     """
     known = attention.__kwdefaults__
     if unknown := options.keys() - known.keys():
-        raise ValueError(f"explain got unknown options {sorted(unknown)}; it takes those of attention: {', '.join(known)}")
+        meant = "".join(f" ({name}= is {errors.WORDS[name]} here)" for name in sorted(unknown) if name in errors.WORDS)
+        raise ValueError(f"explain got unknown options {sorted(unknown)}{meant}; it takes those of attention: {', '.join(known)}")
     wanted = known | options
     check_returns(wanted["return_lse"], wanted["return_max_logits"])
     seed = 0 if wanted["dropout_seed"] is None else wanted["dropout_seed"]  # nothing is drawn from torch's generator

@@ -3,7 +3,7 @@
 runtime/decode_operator.py and runtime/append_operator.py do the work. Nothing here reads a tensor's values.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from tilewise.errors import (
     check_out,
     check_size,
     check_tensor,
+    check_words,
     meets_itself,
 )
 from tilewise.masks import Dense, Mask
@@ -65,6 +66,7 @@ def decode(
     backend: str | None = None,
     return_lse: bool = False,
     check: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence against its cache, to which k and v, where given, are first appended in place.
 
@@ -119,6 +121,8 @@ def decode(
         ShapeError, ValueError, UnsupportedError: as `attention`; lengths outside the cache, pages that do not exist or cannot be read where they
             lie, tensors that require grad.
     """
+    if unknown:
+        check_words("decode", unknown, decode.__kwdefaults__)
     tensors = (
         q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree, alibi_slopes, sink, k_scale, v_scale,
         k, v, rotary_cos, rotary_sin, out,

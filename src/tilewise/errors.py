@@ -4,9 +4,11 @@ Every message names the argument, what was given, what is expected and, where th
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,32 @@ MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers w
 _ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # numbers that a scale goes with
+
+
+_CAUSAL = "causal=True (bottom right where the lengths differ; mask=tilewise.Causal('top_left') is SDPA's)"
+_MASK = "mask=tilewise.Dense(...) for a bool tensor (True: visible), bias= for numbers to add"
+_DROPOUT, _SCALE, _SOFTCAP, _SINK = "dropout_p=", "scale=", "softcap=", "sink="
+_WINDOW = "mask=tilewise.SlidingWindow(left, right), which counts the keys before and after a query's own"
+_GROUPS = "nothing: heads_q may be a multiple of heads_k as it is"
+_LSE = "return_lse=True"
+WORDS = {  # what others call arguments, and what does that here
+    "is_causal": _CAUSAL, "use_causal_mask": _CAUSAL,
+    "attn_mask": _MASK, "attention_mask": _MASK, "custom_mask": _MASK, "key_padding_mask": "mask=tilewise.Padding(lengths)",
+    "attn_bias": "bias=", "block_mask": "mask=tilewise.blockmask.from_flex(block_mask)",
+    "score_mod": "bias=, alibi_slopes= or softcap=, or tilewise.compat.flex.flex_attention",
+    "dropout": _DROPOUT, "attn_dropout": _DROPOUT, "attention_dropout": _DROPOUT, "p": _DROPOUT,
+    "softmax_scale": _SCALE, "sm_scale": _SCALE, "scaling": _SCALE, "attn_scale": _SCALE, "qk_scale": _SCALE,
+    "window_size": _WINDOW, "sliding_window": _WINDOW, "local_window_size": _WINDOW, "window_left": _WINDOW, "window_right": _WINDOW,
+    "window": _WINDOW, "attention_chunk": "mask=tilewise.Chunks(...)",
+    "enable_gqa": _GROUPS, "pack_gqa": _GROUPS, "num_key_value_groups": _GROUPS,
+    "logits_soft_cap": _SOFTCAP, "soft_cap": _SOFTCAP, "logit_softcap": _SOFTCAP, "attn_logit_softcapping": _SOFTCAP,
+    "alibi": "alibi_slopes=", "sinks": _SINK, "s_aux": _SINK, "learnable_sink": _SINK,
+    "q_descale": "q_scale=", "k_descale": "k_scale=", "v_descale": "v_scale=",
+    "return_attn_probs": _LSE, "return_softmax_lse": _LSE, "need_weights": _LSE,
+    "max_seqlen_q": "nothing: lengths are found from cu_seqlens_q", "max_seqlen_k": "nothing: lengths are found from cu_seqlens_k",
+    "block_table": "page_table=", "seqlens_k": "cache_seqlens= of decode", "num_splits": "nothing, or split= of decode",
+}  # fmt: skip
+_said: set[str] = set()  # warnings that are given once
 
 
 class ShapeError(ValueError):
@@ -52,6 +80,31 @@ def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torc
     if x.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShapeError(f"{name} must be {expected}, got {str(x.dtype).removeprefix('torch.')}; convert it with {name}.to(...)")
+
+
+def check_words(function: str, unknown: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """TypeError, as Python's, for keywords that the public `function` has not; it says which of the `known` ones are meant."""
+    for name in unknown:
+        word = WORDS.get(name, "")
+        ours, is_keyword, _ = word.partition("=")
+        meant = word and (not is_keyword or ours in known or not ours.isidentifier())
+        way_out = f"{name}= is {word} here" if meant else f"it takes {', '.join(known)}"
+        raise TypeError(f"{function}() got an unexpected keyword argument '{name}': {way_out}")
+
+
+def warn_of_heads_first(q: Tensor, k: Tensor) -> None:
+    """Warn once where a user's q and k have more heads than tokens, as SDPA's (batch, heads, seqlen, head_dim) read here."""
+    if is_compiling() or "heads first" in _said or not (q.shape[2] > q.shape[1] and k.shape[2] > k.shape[1]):
+        return
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("tilewise."):  # our drop-ins, which know their layout
+        return
+    _said.add("heads first")
+    warnings.warn(
+        f"q {tuple(q.shape)} and k {tuple(k.shape)} have more heads than tokens: tilewise reads (batch, seqlen, heads, head_dim). If they are "
+        "(batch, heads, seqlen, head_dim), as SDPA has them, pass q.transpose(1, 2) and so on, or call "
+        "tilewise.compat.sdpa.scaled_dot_product_attention. This is said once",
+        stacklevel=3,
+    )
 
 
 def check_memory(**tensors: Tensor | None) -> None:

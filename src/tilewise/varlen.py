@@ -1,13 +1,14 @@
 """Attention over packed sequences: `attention_varlen`, whose keys are packed too, or lie in pages and are then decode's business."""
 
 from collections.abc import Mapping
+from typing import Never
 
 from torch import Tensor
 
 from tilewise import errors
 from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combine, documents, eight_bits, largest_of_documents, operands
 from tilewise.decoding import OF_CACHES, decode
-from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.errors import ShapeError, UnsupportedError, check_words
 from tilewise.masks import Full, Mask
 from tilewise.runtime import operator, repeats
 
@@ -46,6 +47,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_logits: bool = False,
     out: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
@@ -82,6 +84,8 @@ def attention_varlen(
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
+    if unknown:
+        check_words("attention_varlen", unknown, attention_varlen.__kwdefaults__)
     options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
     tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
     if not q_scale is k_scale is v_scale is None:

@@ -165,3 +165,21 @@ def test_counting_while_recomputing():
         o = checkpoint(lambda **x: tw.attention(**x, causal=True), **leaves, use_reentrant=False)
         with FlopCounterMode(display=False):
             check_equal(with_gradients((o,), list(leaves.values())), want)
+
+
+def test_policies_find_attention_by_its_name():
+    """Selective checkpointing that keeps what has "attention" in its name computes it once."""
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        kept = "attention" in str(op)
+        if kept:
+            seen.append((str(op), ctx.is_recompute))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    q = torch.randn(1, 9, 2, 8, requires_grad=True)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    o = checkpoint(lambda x: tw.attention(x * 2, x, x, causal=True), q, use_reentrant=False, context_fn=contexts)
+    got = torch.autograd.grad(o.sum(), q)[0]
+    assert ("tilewise.attention_forward.default", False) in seen
+    assert torch.equal(got, torch.autograd.grad(tw.attention(q * 2, q, q, causal=True).sum(), q)[0])

@@ -349,7 +349,7 @@ def test_export(name):
     with torch.no_grad():
         program = torch.export.export(net, (), given | NO_CACHE)
         close(output(program.module(), given | NO_CACHE), output(model(name, "eager"), given))
-    assert any(node.target == torch.ops.tilewise.forward.default for node in program.graph.nodes)
+    assert any(node.target == torch.ops.tilewise.attention_forward.default for node in program.graph.nodes)
 
 
 SHORT = {

@@ -152,7 +152,7 @@ def test_it_is_the_same_but_for_the_name(monkeypatch):
     names, found = programs(monkeypatch, lambda *x: tw.attention(*x, mask=tw.Dense(seen)), q, k, v)
     assert torch.equal(found, want)
     assert all(map(torch.equal, torch.autograd.grad(found.square().sum(), (q, k, v)), grads))
-    assert names == {"tilewise.forward_reading.default", "tilewise.backward_reading.default"}
+    assert names == {"tilewise.attention_forward_reading.default", "tilewise.attention_backward_reading.default"}
     lengths = torch.tensor([5, 9], dtype=torch.int32, device="cpu")
     names, found = programs(monkeypatch, lambda *x: tw.decode(*x, cache_seqlens=lengths), *(x.detach() for x in (q[:, :1], k, v)))
     assert torch.equal(found, tw.decode(q[:, :1].detach(), k.detach(), v.detach(), cache_seqlens=lengths))

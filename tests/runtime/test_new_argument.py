@@ -57,7 +57,7 @@ torch.testing.assert_close(got, want)
 torch.testing.assert_close(*(torch.autograd.grad(o.square().sum(), v)[0] for o in (got, want)))
 compiled = torch.compile(lambda: tw.attention(q, k, v, warmth=warmth, backend="tiled"), backend="eager", fullgraph=True)
 torch.testing.assert_close(compiled(), want)
-assert any(x is not None for x in seen) and "Tensor? warmth" in str(torch.ops.tilewise.forward.default._schema)
+assert any(x is not None for x in seen) and "Tensor? warmth" in str(torch.ops.tilewise.attention_forward.default._schema)
 """
 
 

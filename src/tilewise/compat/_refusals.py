@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from torch.compiler import is_compiling
+
 from tilewise.errors import ShapeError, UnsupportedError
 
 Function = TypeVar("Function", bound=Callable)
@@ -19,7 +21,7 @@ class ArgumentError(ShapeError, RuntimeError):
 def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function], Function]:
     """Errors of the decorated function name it (as `layer`, where that is given) and its own arguments, `renamed` from those of tilewise.
 
-    A ValueError becomes an ArgumentError; an UnsupportedError, which is a RuntimeError already, stays one.
+    A ValueError becomes an ArgumentError; an UnsupportedError, which is a RuntimeError already, stays one. torch's compiler sees the text as it was.
     """
     words = re.compile(rf"\b({'|'.join(renamed)})\b") if renamed else None
 
@@ -27,7 +29,9 @@ def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function],
         begin = f"{layer or f'{function.__module__}.{function.__name__}'}: "
 
         def told(error: Exception) -> str:
-            text = "".join(map(str, error.args[:1])).removeprefix(begin)  # torch 2.11 cannot trace str(error)
+            if is_compiling():  # which traces no operation on a text that holds lengths, and neither str(error) nor str of a string
+                return error.args[0]
+            text = "".join(map(str, error.args[:1])).removeprefix(begin)
             if text.startswith(PACKAGE):  # of another drop-in, which this one calls
                 text = text.partition(": ")[2]
             return begin + (words.sub(lambda found: renamed[found[1]], text) if words else text)

@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from tilewise.api import attention
 from tilewise.compat import _asking
+from tilewise.compat._attn_mask import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.compat._refusals import answers
-from tilewise.compat.sdpa import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
 from tilewise.errors import ShapeError, UnsupportedError
 
 NAME = "tilewise"

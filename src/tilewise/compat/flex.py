@@ -105,7 +105,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
             raise ShapeError(f"{LAYER}: {name} must be a dense tensor (batch, heads, seqlen, head_dim), got {found}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ShapeError(f"{LAYER}: query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True for grouped heads")
-    if key.shape[0] not in (1, query.shape[0]):
+    if key.shape[0] != 1 and key.shape[0] != query.shape[0]:  # torch's compiler takes `in` of a symbol for false
         raise ShapeError(f"{LAYER}: key has batch {key.shape[0]}, expected that of query, {query.shape[0]}, or 1")
     if return_aux is not None:
         if return_lse:
@@ -124,7 +124,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, enable_gq
             "BlockMask of these lengths"
         )
     for name, had, has in zip(("batch", "heads"), lists_extent(block_mask), query.shape, strict=False):
-        if had not in (1, has):
+        if had != 1 and had != has:
             raise ShapeError(
                 f"{LAYER}: block_mask is made for {name} {had}, the call has {name} {has}; they must agree, or the mask's be 1"
             )

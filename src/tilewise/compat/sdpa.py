@@ -5,6 +5,7 @@ no gradient, where the mathematical kernel of older versions gives NaN.
 """
 
 import itertools
+import threading
 import warnings
 from functools import lru_cache
 from operator import is_ as operator_is
@@ -13,16 +14,19 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention, operands
+from tilewise.compat._attn_mask import TOP_LEFT, is_causal_bias, mask_and_bias
+from tilewise.compat._overrides import overridable, renew_tables, scripted_as
 from tilewise.compat._refusals import ArgumentError, answers
 from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
-from tilewise.masks import Causal, Dense, Full, Mask
+from tilewise.masks import Full
 from tilewise.runtime import operator, repeats
 
-TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
+TORCHS = torch._C._nn.scaled_dot_product_attention
 FRONT = object()  # by which repeats.py knows our options
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
+@overridable(TORCHS, but=is_causal_bias)
 @answers(q="query", k="key", v="value", bias="attn_mask")
 def scaled_dot_product_attention(
     query: Tensor,
@@ -57,9 +61,7 @@ def scaled_dot_product_attention(
     On the meta device torch's own function says the result's shape.
     """
     if query.is_meta:
-        return torch._C._nn.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, None, False), (attn_mask, None, None, None, None, None)
     added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
     if added and (known := repeats.find(query, key, value, options, beside)) is not None:
@@ -79,7 +81,7 @@ def scaled_dot_product_attention(
     causal, mask, bias = False, None, None
     if attn_mask is not None:
         batch = (query.shape[0],) if lead is None else lead
-        mask, bias = mask_and_bias(attn_mask, query, (*batch, query.shape[1], seqlen_q, seqlen_k))
+        mask, bias = mask_and_bias(attn_mask, query, (*batch, query.shape[1], seqlen_q, seqlen_k), LAYER)
     elif is_causal:
         causal, mask = (True, None) if seqlen_q == seqlen_k else (False, TOP_LEFT)
     if 0 in (query.shape[1], value.shape[3]):  # nothing to compute
@@ -102,49 +104,11 @@ def scaled_dot_product_attention(
 def _two_masks(attn_mask: object) -> ArgumentError:
     """The error of a mask beside is_causal: a ValueError and a RuntimeError, with torch's words, for torch raises either."""
     theirs = "Explicit attn_mask should not be set when is_causal=True"
-    if type(attn_mask).__name__ == "CausalBias":
+    if is_causal_bias(attn_mask):
         theirs = "CausalBias should not be used with causal=True"
     return ArgumentError(
         f"{LAYER}: attn_mask must be None where is_causal is True ({theirs}); write the causal part into attn_mask, or leave it out"
     )
-
-
-def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], layer: str = LAYER) -> tuple[Mask | None, Tensor | None]:
-    """torch's attn_mask for scores of `sizes` (..., heads_q, seqlen_q, seqlen_k), as the mask and the bias of `tilewise.attention`.
-
-    Views where there is one batch dimension. Raises ShapeError where it does not broadcast.
-    """
-    if type(attn_mask).__name__ == "CausalBias":  # of torch.nn.attention.bias, whose import takes a second: it has no numbers
-        given = attn_mask.seq_len_q, attn_mask.seq_len_kv
-        if given != sizes[-2:]:
-            raise ShapeError(f"{layer}: attn_mask is a CausalBias of {given[0]} x {given[1]}, but the scores are {sizes[-2]} x {sizes[-1]}")
-        return (TOP_LEFT if attn_mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT), None
-    if not isinstance(attn_mask, Tensor):
-        raise ShapeError(
-            f"{layer}: attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}; other masks go to tilewise.attention"
-        )
-    shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)
-    if len(shape) != len(sizes) or any(got not in (1, size) for got, size in zip(shape, sizes, strict=True)):
-        raise ShapeError(
-            f"{layer}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to (..., heads, seqlen_q, seqlen_k) {tuple(sizes)}; "
-            "each size must be that or 1"
-        )
-    if attn_mask.dtype != torch.bool:
-        _check_additive(attn_mask, query, layer)
-    x, batch = attn_mask.reshape(shape), shape[:-3]
-    if len(batch) > 1:  # which are one for tilewise
-        x = x.expand(*(batch if all(size == 1 for size in batch) else sizes[:-3]), *shape[-3:]).flatten(0, -4)
-    return (Dense(x), None) if attn_mask.dtype == torch.bool else (None, x)
-
-
-def _check_additive(attn_mask: Tensor, query: Tensor, layer: str) -> None:
-    if attn_mask.dtype in (query.dtype, torch.float32):
-        return
-    if not attn_mask.is_floating_point() or not torch.is_autocast_enabled(query.device.type):
-        raise ShapeError(
-            f"{layer}: attn_mask must be torch.bool (True: visible), {query.dtype} as query is, or torch.float32 (added), got {attn_mask.dtype}; "
-            "write attn_mask != 0 or attn_mask.to(query.dtype)"
-        )
 
 
 def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], int]:
@@ -158,13 +122,21 @@ def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
             )
     missing = 4 - max(x.dim() for x in tensors.values())
     full = [x[(None,) * (4 - x.dim())] if x.dim() < 4 else x for x in tensors.values()]
-    try:
-        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in full))
-    except RuntimeError:
+    lead = _broadcast([x.shape[:-3] for x in full])
+    if lead is None:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
-        raise ShapeError(f"{LAYER}: the batch dimensions (all but the last three) do not broadcast: {shapes}") from None
+        raise ShapeError(f"{LAYER}: the batch dimensions (all but the last three) do not broadcast: {shapes}")
     flat = (x if x.dim() == 4 and x.shape[:1] == lead else x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in full)
-    return *flat, tuple(lead), max(missing, 0)
+    return *flat, lead, max(missing, 0)
+
+
+def _broadcast(shapes: list[torch.Size]) -> tuple[int, ...] | None:
+    """The shape that all broadcast to, or None: torch.broadcast_shapes, whose error torch's compiler does not catch."""
+    rank = max(map(len, shapes))
+    shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    whole = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
+    fits = all(got == 1 or got == size for shape in shapes for got, size in zip(shape, whole, strict=True))
+    return tuple(whole) if fits else None
 
 
 def _with_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +145,7 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     most = max(heads_q, heads_k, heads_v)
     if enable_gqa and heads_k > 0 < heads_v and heads_q % heads_k == 0 == heads_q % heads_v:
         most = heads_q
-    elif any(heads not in (1, most) for heads in (heads_q, heads_k, heads_v)):
+    elif any(heads != 1 and heads != most for heads in (heads_q, heads_k, heads_v)):
         raise ShapeError(
             f"{LAYER}: query has {heads_q} heads, key {heads_k} and value {heads_v}; they must be equal or 1, or with enable_gqa=True those of query "
             "a multiple of the others'"
@@ -188,25 +160,31 @@ class Patch:
     """What `patch` did; `remove()`, or the end of a `with`, undoes it."""
 
     def __init__(self) -> None:
-        self._functional = torch.nn.functional
-        if not _patches:
-            _before.update(function=self._functional.scaled_dot_product_attention, fast=torch.backends.mha.get_fastpath_enabled())
-            self._functional.scaled_dot_product_attention = scaled_dot_product_attention
-            torch.backends.mha.set_fastpath_enabled(False)
-        _patches.append(self)
+        functional = torch.nn.functional
+        with _lock:
+            if not _patches:
+                if functional.scaled_dot_product_attention is not TORCHS:
+                    raise RuntimeError(_replaced("before tilewise.compat.sdpa.patch()", "or patch before that is put in place"))
+                _before.update(fast=torch.backends.mha.get_fastpath_enabled())
+                scripted_as(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
+                functional.scaled_dot_product_attention = scaled_dot_product_attention
+                torch.backends.mha.set_fastpath_enabled(False)
+                renew_tables()
+            _patches.append(self)
 
     def remove(self) -> None:
         """Put torch's function back once the last patch is removed; a second call does nothing. RuntimeError where someone else replaced ours."""
-        if self not in _patches:
-            return
-        if len(_patches) == 1:
-            if self._functional.scaled_dot_product_attention is not scaled_dot_product_attention:
-                raise RuntimeError(
-                    "torch.nn.functional.scaled_dot_product_attention was replaced after tilewise.compat.sdpa.patch(); undo that first, then remove()"
-                )
-            self._functional.scaled_dot_product_attention = _before["function"]
-            torch.backends.mha.set_fastpath_enabled(_before["fast"])
-        _patches.remove(self)
+        functional = torch.nn.functional
+        with _lock:
+            if self not in _patches:
+                return
+            if len(_patches) == 1:
+                if functional.scaled_dot_product_attention is not scaled_dot_product_attention:
+                    raise RuntimeError(_replaced("after tilewise.compat.sdpa.patch()", "then remove()"))
+                functional.scaled_dot_product_attention = TORCHS
+                torch.backends.mha.set_fastpath_enabled(_before["fast"])
+                renew_tables()
+            _patches.remove(self)
 
     def __enter__(self) -> "Patch":
         return self
@@ -216,7 +194,14 @@ class Patch:
 
 
 _patches: list[Patch] = []
-_before: dict[str, object] = {}  # what the first patch found
+_before: dict[str, bool] = {}  # what the first patch found
+_lock = threading.RLock()
+
+
+def _replaced(when: str, way_out: str) -> str:
+    found = torch.nn.functional.scaled_dot_product_attention
+    name = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', type(found).__name__)}"
+    return f"torch.nn.functional.scaled_dot_product_attention was replaced {when}; undo that first, {way_out} (found: {name})"
 
 
 def patch() -> Patch:
@@ -224,7 +209,8 @@ def patch() -> Patch:
 
     This reaches whoever looks the function up in torch.nn.functional when it is called: most models, torch.nn.MultiheadAttention with
     need_weights=False and torch.nn.TransformerEncoderLayer, whose fused inference path is off meanwhile. It misses a
-    `from torch.nn.functional import ...` made before, and C++. Patch before compiling.
+    `from torch.nn.functional import ...` made before, and C++, also that of torch.jit.script. Patch before compiling. What overrides torch's function
+    (`__torch_function__`, torch.fx) overrides ours. RuntimeError where someone else replaced the function before.
     """
     return Patch()
 

@@ -305,7 +305,9 @@ def _structure(query: Tensor, key: Tensor, attention_mask: Any, causal: bool) ->
 
 def _check_lengths(pairs: Pairs, q: Tensor, k: Tensor) -> None:
     batch, _, seqlen_q, seqlen_k = pairs.shape
-    if seqlen_q not in (1, q.shape[1]) or seqlen_k != k.shape[1] or (batch not in (1, q.shape[0]) and (pairs.folded or pairs.mask is None)):
+    queries = seqlen_q == 1 or seqlen_q == q.shape[1]  # torch's compiler takes `in` of a symbol for false
+    entries = batch == 1 or batch == q.shape[0] or not (pairs.folded or pairs.mask is None)
+    if not queries or seqlen_k != k.shape[1] or not entries:
         raise ShapeError(
             f"attention_mask is for batch {batch}, {seqlen_q} queries and {seqlen_k} keys, but the layer has batch {q.shape[0]}, "
             f"{q.shape[1]} queries and {k.shape[1]} keys; a model that changes them between its mask and its attention needs "

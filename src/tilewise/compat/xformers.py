@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention
+from tilewise.compat._attn_mask import mask_and_bias
 from tilewise.compat._refusals import answers
-from tilewise.compat.sdpa import mask_and_bias
 from tilewise.decoding import decode
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, Slices, SlidingWindow
@@ -83,7 +83,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     """5-D keys and values as 4-D: one head a group where both are the same for all heads of a group."""
     groups, heads = query.shape[2:4]
     for name, x in (("key", key), ("value", value)):
-        if x.shape[2] != groups or x.shape[3] not in (1, heads):
+        if x.shape[2] != groups or (x.shape[3] != 1 and x.shape[3] != heads):
             raise ShapeError(
                 f"{LAYER}: {name} has {tuple(x.shape[2:4])} (groups, heads), query has {(groups, heads)}; expand the heads, or pass 1"
             )
@@ -120,7 +120,7 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> T
         bias = bias.unsqueeze(1)
     if len(shape) == 5 and bias.dim() == 5:
         groups = tuple(shape[2:4])
-        if any(got not in (1, size) for got, size in zip(bias.shape[1:3], groups, strict=True)):
+        if any(got != 1 and got != size for got, size in zip(bias.shape[1:3], groups, strict=True)):
             raise ShapeError(f"{LAYER}: attn_bias has {tuple(bias.shape[1:3])} (groups, heads), expected {groups} or 1 in place of each")
         bias = (bias if bias.shape[1:3] == (1, 1) else bias.expand(-1, *groups, -1, -1)).flatten(1, 2)
     return mask_and_bias(bias, query, (batch, heads, seqlen_q, key.shape[1]), LAYER)[1]

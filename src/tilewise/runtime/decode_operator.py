@@ -29,8 +29,8 @@ class Operands(NamedTuple):
     """The operands of `operator`, in the order of its schema.
 
     Tensors as in `decoding.decode`, but alibi_slopes (batch or 1, heads_q) fp32. `length` is the number of tokens of every sequence where it is
-    known as a number; without it and without cache_seqlens all sequences fill their capacity. In `mask`, #i stands for mask_tensors[i].
-    Lengths count the new tokens, which are in the caches already.
+    known as a number; without it and without cache_seqlens all sequences fill their capacity. In `mask`, #i stands for mask_tensors[i],
+    which in a graph are not empty, as there. Lengths count the new tokens, which are in the caches already.
     """
 
     q: Tensor
@@ -59,6 +59,11 @@ class Operands(NamedTuple):
     backend: str | None
     check: bool
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that the mask holds."""
+        return self.mask_tensors if "#" in self.mask else []
+
 
 SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
@@ -73,8 +78,8 @@ def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
     if ops.traced():
         tensors = given.q, given.k_cache, given.v_cache
-        reads = graphs.decode_reads(*tensors, given.mask, given.mask_tensors, given.backend, given.check)
-        return (operator_reading if reads else operator)(*given)
+        reads = graphs.decode_reads(*tensors, given.mask, given.held, given.backend, given.check)
+        return (operator_reading if reads else operator)(*ops.filled(given))
     if plain.watched((*given[:TENSORS], *given.mask_tensors)):
         errors.check_local(ops.named(given), function="decode")
         return operator(*given)
@@ -231,7 +236,7 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
         tree=given.tree,
         shared_prefix=min(given.shared_prefix, capacity) if given.split is None else 0,  # for whether to read it once hangs on the batch
         split=None if given.split is None else min(given.split, max(capacity, 1)),
-        mask=masks.parse(given.mask, given.mask_tensors),
+        mask=masks.parse(given.mask, given.held),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         softcap=given.softcap,
         alibi_slopes=given.alibi_slopes,

@@ -1,4 +1,4 @@
-"""The torch.library operators `tilewise::forward` and `tilewise::backward`: schema, fake kernels and autograd.
+"""The torch.library operators `tilewise::attention_forward` and `tilewise::attention_backward`: schema, fake kernels and autograd.
 
 Everything that torch.compile, export, autocast, checkpointing and functorch need to know about attention stands here; vmaps.py adds vmap, tangents.py
 the eye on forward-mode differentiation. An operator receives only what a graph can hold: tensors, numbers and the mask as text (see `Mask.text`); it
@@ -26,7 +26,8 @@ class Operands(NamedTuple):
     """The operands of `forward`, in the order of its schema. Tensors as in `Call`; rng int64 (seed, offset); scale None is head_dim ** -0.5;
     out_dtype None is q's.
 
-    `mask` is the mask's text, in which #i stands for mask_tensors[i]; `grad` says whether a gradient may be asked for; `by_document` that bias and
+    `mask` is the mask's text, in which #i stands for mask_tensors[i]. In a graph these are never empty, as AOTInductor knows no empty list: a mask
+    that holds no tensor gets q, and nobody looks at it. `grad` says whether a gradient may be asked for; `by_document` that bias and
     alibi_slopes are those of packed documents (runtime/by_document.py).
     """
 
@@ -54,6 +55,11 @@ class Operands(NamedTuple):
     out_dtype: torch.dtype | None
     backend: str | None
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that the mask holds."""
+        return self.mask_tensors if "#" in self.mask else []
+
 
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", list[Tensor]: "Tensor[]", str: "str", str | None: "str?", bool: "bool"}
 SCHEMA_TYPES |= {float: "float", float | None: "float?", torch.dtype | None: "ScalarType?"}
@@ -69,7 +75,7 @@ def call_of(given: Operands) -> Call:
     if given.rng is not None and given.dropout_p > 0.0:
         dropout = Dropout(given.dropout_p, *given.rng.tolist())
     return Call(
-        mask=masks.parse(given.mask, given.mask_tensors),
+        mask=masks.parse(given.mask, given.held),
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         dropout=dropout,
         **{name: getattr(given, name) for name in AS_IN_CALL},
@@ -175,10 +181,11 @@ def _fake_backward(o, lse, d_o, d_lse, bias_grad, *operands):
 
 def _setup_context(ctx, inputs, output):
     given, (o, lse, row_max) = Operands(*inputs), output
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.mask_tensors, o, lse))
+    ctx.save_for_backward(*saved.in_order(given[:TENSORS], given.held, o, lse))
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
-    ctx.settings, ctx.mask_tensors = given[TENSORS + 1 :], len(given.mask_tensors)
+    ctx.settings = given[TENSORS + 1 :]
+    ctx.no_grads = [None] * len(given.mask_tensors)  # an operator wants one entry for each tensor of its list
     ctx.set_materialize_grads(False)
 
 
@@ -198,7 +205,7 @@ def _differentiate(ctx, d_o, d_lse, choose_way):
 def _differentiate_by(op: torch.library.CustomOpDef):
     def differentiate(ctx, d_o, d_lse, _):
         grads = list(_differentiate(ctx, d_o, d_lse, lambda operands: op))
-        grads[TENSORS] = [None] * ctx.mask_tensors  # an operator wants one entry for each tensor of its list
+        grads[TENSORS] = ctx.no_grads
         return tuple(grads)
 
     return differentiate
@@ -234,12 +241,13 @@ def refuse_tangents(tensors: Iterable[Tensor | None]) -> None:
         refuse_forward_mode()
 
 
-forward, backward = _forward_operator("forward", _forward_kernel), _backward_operator("backward", _backward_kernel)
-forward_reading = _forward_operator("forward_reading", graphs.afresh(_forward_kernel, Operands), **graphs.LEFT_OUT)
+# Selective checkpointing looks for "attention" in names.
+forward, backward = _forward_operator("attention_forward", _forward_kernel), _backward_operator("attention_backward", _backward_kernel)
+forward_reading = _forward_operator("attention_forward_reading", graphs.afresh(_forward_kernel, Operands), **graphs.LEFT_OUT)
 backward_reading = _backward_operator(
-    "backward_reading", graphs.afresh(_backward_kernel, Operands, GRADIENTS.count(",") + 1), **graphs.LEFT_OUT
+    "attention_backward_reading", graphs.afresh(_backward_kernel, Operands, GRADIENTS.count(",") + 1), **graphs.LEFT_OUT
 )
-for op, name, back in ((forward, "forward", backward), (forward_reading, "forward_reading", backward_reading)):
+for op, name, back in ((forward, "attention_forward", backward), (forward_reading, "attention_forward_reading", backward_reading)):
     op.register_autograd(_differentiate_by(back), setup_context=_setup_context)
     back.register_autograd(_refuse_second_derivative)
     watch(op, name, _refuse_tangents_forward)
@@ -323,6 +331,11 @@ def gradients_on() -> bool:
     return torch.is_grad_enabled() or (not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None)
 
 
+def filled(given):
+    """Operands for a graph: with mask_tensors that are not empty."""
+    return given if given.mask_tensors else given._replace(mask_tensors=[given.q])
+
+
 def random_state(seed: int | None = None, offset: int = 0) -> Tensor:
     """(2,) int64 on the CPU: the seed (drawn from torch's generator where None) and the offset of the counter."""
     for name, x, bits, otherwise in (
@@ -351,8 +364,8 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
         return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
-        drawn = operands.rng is not None
-        reads = graphs.reads(operands.q, operands.v, operands.mask, operands.mask_tensors, operands.backend, drawn or operands.by_document)
+        operands, drawn = filled(operands), operands.rng is not None
+        reads = graphs.reads(operands.q, operands.v, operands.mask, operands.held, operands.backend, drawn or operands.by_document)
         return (forward_reading if reads else forward)(*operands)
     if watched(tensors):
         errors.check_local(named(operands))

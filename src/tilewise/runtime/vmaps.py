@@ -23,8 +23,9 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 def _vmap(op: Callable, batched: tuple[int, ...], size: int, in_dims: tuple, args: tuple):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
-    others = (x for at, x in enumerate(args) if at not in batched)
-    if not any(isinstance(x, Tensor) or (isinstance(x, list | tuple) and x) or (isinstance(x, str) and BY_ENTRY in x) for x in others):
+    others = [x for at, x in enumerate(args) if at not in batched]
+    texts = [x for x in others if isinstance(x, str)]
+    if not any(isinstance(x, Tensor) for x in others) and not any("#" in text or BY_ENTRY in text for text in texts):
         folded = [_fold(x, in_dims[at], size) if at in batched and x is not None else x for at, x in enumerate(args)]
         batch = args[0].shape[0] if in_dims[0] is None else args[0].movedim(in_dims[0], 0).shape[1]
         results = tuple(y.reshape(size, batch, *y.shape[1:]) if y.dim() > 1 else y.expand(size, 0) for y in op(*folded))
@@ -88,7 +89,7 @@ def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
         _library.impl(name, lambda *args: _batched(rule, *args), "Batched")
 
 
-register(forward, "forward", partial(_vmap, forward, FORWARD))
-register(backward, "backward", partial(_vmap, backward, BACKWARD))
-register(forward_reading, "forward_reading", partial(_vmap, forward_reading, FORWARD))
-register(backward_reading, "backward_reading", partial(_vmap, backward_reading, BACKWARD))
+register(forward, "attention_forward", partial(_vmap, forward, FORWARD))
+register(backward, "attention_backward", partial(_vmap, backward, BACKWARD))
+register(forward_reading, "attention_forward_reading", partial(_vmap, forward_reading, FORWARD))
+register(backward_reading, "attention_backward_reading", partial(_vmap, backward_reading, BACKWARD))
