@@ -256,7 +256,8 @@ def laid_out(x: Tensor, how: str) -> Tensor:
     elif how == "behind each other":
         view = _poisoned(x, x.shape[0], 2, *x.shape[1:])[:, 1]
     elif how == "wide rows":
-        view = _poisoned(x, *x.shape[:-1], x.shape[-1] + 24)[..., 8:-16]
+        step = 16 // x.element_size()
+        view = _poisoned(x, *x.shape[:-1], x.shape[-1] + 3 * step)[..., step : -2 * step]
     elif how == "every other number":
         view = _poisoned(x, *x.shape, 2)[..., 1]
     elif how == "odd address":

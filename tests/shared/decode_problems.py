@@ -141,12 +141,23 @@ def with_eight_bits(
             wide = wide.nan_to_num(77.0).round().clamp(-128, 127)
         eight = wide.to(kind)
         if scale is not None and per == "token":
-            if call.page_table is None:  # tokens that are the same have the same scale
-                scale[:, : call.shared_prefix] = scale[:1, : call.shared_prefix]
+            share_prefix(call, scale)
             scale = torch.where(cache.isnan().any(-1), math.nan, scale)
         found |= {f"{name}_cache": eight, f"{name}_scale": scale}
         exact[f"{name}_cache"] = stand_for(call, eight, scale)
     return replace(call, **found), replace(call, **exact)
+
+
+def share_prefix(call: DecodeCall, scale: Tensor) -> None:
+    """Tokens that are the same have the same scale: those of the common prefix, wherever each sequence has them."""
+    if call.page_table is None:
+        scale[:, : call.shared_prefix] = scale[:1, : call.shared_prefix]
+        return
+    owner, page = int(call.seqlens.argmax()), scale.shape[1]
+    for b in (owner, *range(len(call.seqlens))):
+        tokens = torch.arange(min(call.shared_prefix, int(call.seqlens[b])), dtype=torch.int64, device=scale.device)
+        here, there = (call.page_table[each, tokens // page].long() for each in (b, owner))
+        scale[here, tokens % page] = scale[there, tokens % page]
 
 
 def stand_for(call: DecodeCall, cache: Tensor, scale: Tensor | None) -> Tensor:
