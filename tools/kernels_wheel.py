@@ -3,8 +3,9 @@
     python tools/kernels_wheel.py                                      # all that ships, into dist/
     python tools/kernels_wheel.py --head-dim 64,128 --dtype bf16       # less
 
-A kernel takes five seconds; all of them, on two cores, three quarters of an hour. What is compiled is kept in build/kernels under a digest of what
-it is made from, so that a run that was stopped goes on, and after a change only what it reached is compiled.
+A kernel takes a core four to five seconds, all of them 45 minutes of one core; as many as there are cores are compiled at once. What is compiled is
+kept in build/kernels under a digest of what it is made from, so that a run that was stopped goes on, and after a change only what it reached is
+compiled.
 
 The DSL compiles a launch function for the processor that it runs on, and to call its runtime library, which may not be handed on. So the function
 leaves the DSL as LLVM's text, and zig (from PyPI) compiles it for any x86-64-v2 processor and glibc 2.17, together with kernels/launch.c in place of
@@ -17,15 +18,14 @@ import hashlib
 import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import cache as kept
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +34,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/shared"))
 
 import kernel_facts
+import pool
 import torch
 from kernel_inventory import Kernel
 
@@ -141,39 +142,41 @@ def linked(text: Path, library: Path) -> None:
         raise RuntimeError(f"{text.name} does not link: {done.stderr[-2000:]}")
 
 
-def compiled(kernel: warmup.Kernel) -> Path:
-    """The launch function in LLVM's text, with the kernels in it: from the folder of what was built, or built now."""
-    path = BUILD / f"{kernel_facts.source(Kernel('', *kernel))}.ll"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.ll")
-        jit.build(*kernel, runs=False).export_to_c(str(aside), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
-        aside.replace(path)
-    return path
+@kept
+def linker() -> str:
+    """A digest of all that makes a library of LLVM's text."""
+    made_with = *TARGET, metadata.version("ziglang"), metadata.version("apache-tvm-ffi"), LAUNCH.read_text()
+    return hashlib.sha256("\0".join(made_with).encode()).hexdigest()[:8]
+
+
+def place(kernel: warmup.Kernel) -> Path:
+    """Where its shared library is kept, whole once it is there; without what `sealed.sealed` puts behind it."""
+    return BUILD / f"{kernel_facts.source(Kernel('', *kernel))}-{linker()}.so"
 
 
 def entry(kernel: warmup.Kernel) -> bytes:
-    """The kernel's shared library, without what `sealed.sealed` puts behind it."""
-    text = compiled(kernel)
-    with tempfile.TemporaryDirectory() as aside:
-        linked(text, library := Path(aside) / "kernel.so")
-        return library.read_bytes()
+    """The kernel's shared library: from its place, or compiled now, and put there."""
+    if not (path := place(kernel)).exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+            text, library = Path(aside) / "kernel.ll", Path(aside) / "kernel.so"
+            jit.build(*kernel, runs=False).export_to_c(str(text), cache.FUNCTION, export_only_tvm_ffi_symbols=True)
+            linked(text, library)
+            library.replace(path)
+    return path.read_bytes()
 
 
-def _entry(at: int, kernel: warmup.Kernel) -> tuple[int, bytes]:
-    """In a process of its own."""
-    return at, entry(kernel)
+def named(kernel: warmup.Kernel) -> str:
+    return " ".join(warmup.describe(kernel))
 
 
-def build(todo: list[warmup.Kernel], workers: int) -> Iterator[tuple[warmup.Kernel, bytes]]:
-    """Each kernel with its entry, as they come."""
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            for done in as_completed([pool.submit(_entry, at, kernel) for at, kernel in enumerate(todo)]):
-                at, content = done.result()
-                yield todo[at], content
-        finally:
-            pool.shutdown(cancel_futures=True)
+def build(todo: list[warmup.Kernel], workers: int = 0) -> dict[warmup.Kernel, bytes]:
+    """Every kernel's shared library; those that are not in their places are compiled, `workers` at once (0: one a core)."""
+    found = {kernel: entry(kernel) for kernel in todo if place(kernel).exists()}
+    missing = [kernel for kernel in todo if kernel not in found]
+    print(f"{len(found)} kernels are in {BUILD}, {len(missing)} to compile", flush=True)
+    found |= pool.each(entry, missing, workers, named=named)
+    return {kernel: found[kernel] for kernel in todo}
 
 
 def write(folder: Path, entries: dict[warmup.Kernel, bytes]) -> Path:
@@ -212,7 +215,7 @@ def main() -> int:
     parser.add_argument("--dtype", default=DTYPES, help="default: %(default)s")
     parser.add_argument("--mask", default=MASKS, help="kinds of masks (default: %(default)s)")
     parser.add_argument("--forward", action="store_true", help="without the kernels of the backward pass")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=0, help="kernels at once (default: one a core)")
     parser.add_argument("--list", action="store_true", help="print the kernels, and build none")
     given = parser.parse_args()
     os.environ["TILEWISE_CACHE"] = "0"
@@ -220,16 +223,13 @@ def main() -> int:
     todo = table(wanted, [*problems(LATENT, given.dtype, "full", grad=False)] if given.head_dim == HEAD_DIMS else [])
     if given.list:
         for kernel in todo:
-            print(*warmup.describe(kernel))
+            print(named(kernel))
         return 0
     warmup.require_compiler()
     prebuilt.code()  # the sources' digest as they are now, whoever edits them while this runs
     zig()  # before several processes want it
-    entries = {}
-    for kernel, content in build(todo, given.workers):
-        entries[kernel] = content
-        print(f"{len(entries)} of {len(todo)}: {' '.join(warmup.describe(kernel))[:120]}", flush=True)
-    wheel = write(given.folder, {kernel: entries[kernel] for kernel in todo})
+    entries = build(todo, given.workers)
+    wheel = write(given.folder, entries)
     size = wheel.stat().st_size
     print(f"{wheel}: {len(entries)} kernels, {size / 1e6:.1f} MB ({sum(map(len, entries.values())) / 1e6:.1f} MB installed)")
     if size > MOST_BYTES:

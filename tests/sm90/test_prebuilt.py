@@ -57,7 +57,7 @@ def test_what_the_wheel_holds(tool):
 
 
 def forget() -> None:
-    for each in (prebuilt.folder, prebuilt.why_not, jit.compiled):
+    for each in (prebuilt.folder, prebuilt.why_not, jit._compiled):
         each.cache_clear()
 
 

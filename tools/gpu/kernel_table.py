@@ -10,19 +10,22 @@ each. What is done is written every few kernels: a run that was stopped goes on 
 import argparse
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
 from pathlib import Path
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 os.environ["TILEWISE_CACHE"] = "0"
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import kernel_facts
 import kernel_inventory
+import pool
 
 EVERY = 8  # kernels between two writes
 
 
+@cache
 def inventory(which: str) -> dict[str, kernel_inventory.Kernel]:
     """Each once, by its key; the first of a key is the one that the table holds."""
     found = {}
@@ -38,9 +41,9 @@ def begin() -> None:
     OUTPUT.append(kernel_facts.main_output())
 
 
-def compiled(which: str, key: str) -> tuple[str, dict]:
+def compiled(which: str, key: str) -> dict:
     kernel = inventory(which)[key]
-    return key, kernel_facts.row(kernel, kernel_facts.measured(kernel, OUTPUT[0]))
+    return kernel_facts.row(kernel, kernel_facts.measured(kernel, OUTPUT[0]))
 
 
 def save(table: dict) -> None:
@@ -52,20 +55,19 @@ def save(table: dict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("which", choices=("all", "fast"), nargs="?", default="all")
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=0, help="kernels at once (default: one a core)")
     which, workers = (given := parser.parse_args()).which, given.workers
     before, everything = kernel_facts.rows(), inventory("all")
     table = {key: before[key] for key, kernel in everything.items() if kernel_facts.known(kernel, before)}
     missing = [key for key in inventory(which) if key not in table]
     print(f"{len(table)} rows stay, {len(before) - len(table)} go, {len(missing)} kernels to compile", flush=True)
-    with ProcessPoolExecutor(workers, initializer=begin) as pool:
-        for i, done in enumerate(as_completed([pool.submit(compiled, which, key) for key in missing]), 1):
-            key, row = done.result()
+    try:
+        for i, (key, row) in enumerate(pool.each(partial(compiled, which), missing, workers, begin), 1):
             table[key] = row
             if i % EVERY == 0:
                 save(table)
-                print(f"{i} of {len(missing)}: {key}", flush=True)
-    save(table)
+    finally:
+        save(table)
     return 0
 
 

@@ -14,15 +14,18 @@ import itertools
 import json
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import pool
 from kernel_facts import digest
 
 
+@cache
 def sample() -> dict[str, tuple]:
     """What `jit.build` takes, by name: rungs, every tile of the production kernels under two kinds of mask, changes of scores, biases."""
     import torch
@@ -60,8 +63,8 @@ def sample() -> dict[str, tuple]:
     return found
 
 
-def ptx_of(name: str) -> tuple[str, list[str]]:
-    """A launch's name, and the digests of its kernels' PTX, in the order of their launches."""
+def ptx_of(name: str) -> list[str]:
+    """Digests of the PTX of a launch's kernels, in the order of their launches."""
     import tempfile
 
     from tilewise.sm90.jit import build
@@ -71,13 +74,12 @@ def ptx_of(name: str) -> tuple[str, list[str]]:
         options = f"--keep-ptx --dump-dir {folder}"
         kernel = build(first, *rest, options) if len(rest) == 2 and not hasattr(first, "compiled") else first.compiled(*rest, options)
         _, *kernels = kernel.__ptx__.split(".visible .entry")
-        return name, [*map(digest, kernels)]
+        return [*map(digest, kernels)]
 
 
 def main(out: str, before: str | None = None) -> int:
-    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        found = dict(pool.map(ptx_of, sample()))
-    Path(out).write_text(json.dumps(found, indent=1))
+    found = dict(pool.each(ptx_of, [*sample()]))
+    Path(out).write_text(json.dumps({name: found[name] for name in sample()}, indent=1))
     if before is None:
         return 0
     known = json.loads(Path(before).read_text())

@@ -112,7 +112,7 @@ class Config(ScoreChanges):
 
 
 # (head_dim, head_dim_v): tiles; what is otherwise where there are few keys and V is centred; and where there are more than LONG queries.
-# H100, driver 580.159, 2026-11-26, tools/gpu/fp8_bench.py, 8k, TFLOP/s, full / causal.
+# H100, driver 580.159, 2026-11-26, lab/instruments/fp8.py, 8k, TFLOP/s, full / causal.
 TILES = {
     (64, 64): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=4),
     (128, 128): dict(tile_m=128, tile_n=128, promote=True, q_stages=2, kv_stages=3),

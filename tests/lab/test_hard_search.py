@@ -1,4 +1,4 @@
-"""tools/hard_search.py on a CPU: specs are reproducible, finite unless NaN is asked for, and what is slow is found."""
+"""lab/instruments/hard_search.py on a CPU: specs are reproducible, finite unless NaN is asked for, and what is slow is found."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def search(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "lab/instruments")
     return importlib.import_module("hard_search")
 
 

@@ -1,7 +1,7 @@
-"""tools/counters.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
+"""lab/instruments/counters.py and energy.py on a made-up report: columns found whatever their names, rows, and tables in pages."""
 
-import importlib.util
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import torch
 
 from tilewise.ladder import RUNGS
 
-ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("counters", ROOT / "tools/counters.py")
-profile = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(profile)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "path", [*(str(Path(__file__).parents[2] / each) for each in ("lab/instruments", "tools")), *sys.path])
+    import counter_tables as tables
+    import counters as profile
+    import energy
 
 HEADER = {
     "ID": ("", "0"),
@@ -59,9 +60,9 @@ def test_measures(rows):
     assert [row["rung"] for row in rows] == ["k5", "k6"] and rows[1]["time_us"] == 2500
     assert rows[1]["case"] == {"batch": 4, "seqlen": 4096, "heads": 16, "head_dim": 128, "mask": "Full()", "dtype": "bf16"}
     assert rows[1]["numbers"]["registers"] == 168 and rows[1]["numbers"]["dram_read_bytes"] == 1e8
-    assert profile.pipe(rows[1], "tensor") == 71.5 and profile.pipe(rows[1], "^fma") == 12.25
+    assert tables.pipe(rows[1], "tensor") == 71.5 and tables.pipe(rows[1], "^fma") == 12.25
     assert rows[1]["stalls_percent"] == {"gmma": 75.0, "long_scoreboard": 25.0}
-    assert profile.conflicts(rows[1]) == 25
+    assert tables.conflicts(rows[1]) == 25
 
 
 def test_samples_stand_in_for_missing_stall_ratios():
@@ -94,13 +95,13 @@ def test_k1_is_three_kernels():
 
 def test_table_beside_the_rung_before(rows):
     page = "# K6\n\n<!-- profile:k6 -->\nold\n<!-- /profile -->\n\ntext\n<!-- profile:k2 -->\n<!-- /profile -->\n"
-    written = profile.refreshed(page, rows)
+    written = tables.refreshed(page, rows)
     assert "| head_dim 128, full | k5 | k6 |" in written and "| time, us | 5,000 | 2,500 |" in written
     assert "| tensor cores, % of their cycles | 50 | 72 |" in written and "| issue slots used, % | 35 | 35 |" in written
     assert "| why warps wait, most | gmma 75 % | gmma 75 % |" in written and "HBM written" not in written
     assert "old" not in written and written.endswith("text\n" + written[written.index("<!-- profile:k2") :])
-    assert profile.refreshed(written, rows) == written
-    assert "| k6 | k5 |" in profile.refreshed("<!-- profile:k6,k5 -->\n<!-- /profile -->", rows)
+    assert tables.refreshed(written, rows) == written
+    assert "| k6 | k5 |" in tables.refreshed("<!-- profile:k6,k5 -->\n<!-- /profile -->", rows)
 
 
 def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
@@ -108,7 +109,7 @@ def test_counters_that_were_kept_are_read_again(tmp_path, capsys):
     (tmp_path / "raw.json").write_text(json.dumps(kept))
     for _ in range(2):
         assert profile.main(["reread", str(tmp_path / "raw.json"), "--out", str(tmp_path / "rows.jsonl")]) == 0
-    assert [row["time_us"] for row in profile.load(tmp_path / "rows.jsonl")] == [2500, 2500]
+    assert [row["time_us"] for row in tables.load(tmp_path / "rows.jsonl")] == [2500, 2500]
     assert "| k6 |" in capsys.readouterr().out
 
 
@@ -147,12 +148,12 @@ def test_calls_in_a_page(calls):
     energy = {key: calls[0][key] for key in ("impl", "name", "id", "case", "environment")}
     energy |= {"time_us": 3000.0, "clock_mhz": 1500.0, "watts": 700.0, "joules": 2.1, "flops": 2e12}
     page = "# The forward\n\n<!-- counters:fwd -->\nold\n<!-- /counters -->\n<!-- counters:fwd+bwd -->\nkept\n<!-- /counters -->\n"
-    written = profile.refreshed(page, [*calls, energy])
+    written = tables.refreshed(page, [*calls, energy])
     assert "| | | us | tensor cores, % |" in written and "| papers b1 s16384 h16 d128 Causal() bf16 fwd | fa4 | 2,500 | 71.5 |" in written
     assert "| papers b1 s16384 h16 d128 Causal() bf16 fwd | tilewise | 3,000 | 1,500 | 700 | 2.100 | 1.050 |" in written
     assert "other kernels" not in written and " bwd " not in written and "old" not in written and "kept" in written
-    assert profile.refreshed(written, [*calls, energy]) == written
-    assert "| other kernels, us |" in profile.refreshed(page.replace("counters:fwd -->", "counters:bwd -->"), calls)
+    assert tables.refreshed(written, [*calls, energy]) == written
+    assert "| other kernels, us |" in tables.refreshed(page.replace("counters:fwd -->", "counters:bwd -->"), calls)
 
 
 class Clockwork:
@@ -190,16 +191,16 @@ def test_power_is_read_where_the_meter_moves(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = profile.keep_busy(launch, Clockwork(), 0.4)
+    found = energy.keep_busy(launch, Clockwork(), 0.4)
     assert 85 < found["watts"] < 115 and set(found["clocks"]) == {1500} and found["throttled"] == 4
     assert 0.3 < found["seconds"] < 0.8 and found["calls"] / found["seconds"] == pytest.approx(1000, rel=0.2)
 
 
 def test_committed_tables_are_what_the_rows_make():
-    rows = [row for path in sorted(profile.PROFILES.glob("*.jsonl")) for row in profile.load(path)]
-    for page in profile.PAGES.rglob("*.md"):
+    rows = [row for path in sorted(tables.PROFILES.glob("*.jsonl")) for row in tables.load(path)]
+    for page in tables.PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
-        assert profile.refreshed(text, rows) == text, f"{page.name}: run `python tools/counters.py tables`"
+        assert tables.refreshed(text, rows) == text, f"{page.name}: run `python tools/counter_tables.py`"
 
 
 def test_unknown_names(capsys):
@@ -207,7 +208,7 @@ def test_unknown_names(capsys):
         (["rungs", "k9"], "no rung is called k9; there are k1"),
         (["cells", "--only", "*d12345*"], "only is '*d12345*', which matches none of the workloads papers, "),
         (["cells", "--impls", "fa9"], "impl is 'fa9'"),
-        (["energy", "--set", "paper"], "set is 'paper'"),
+        (["cells", "--set", "paper"], "set is 'paper'"),
     ):
         with pytest.raises(SystemExit):
             profile.main(given)
@@ -216,6 +217,6 @@ def test_unknown_names(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_a_sentence():
-    for given in (["rungs"], ["cells"], ["energy"]):
-        with pytest.raises(SystemExit, match="Hopper's kernels cannot be profiled here: "):
-            profile.main(given)
+    for main, given in ((profile.main, ["rungs"]), (profile.main, ["cells"]), (energy.main, [])):
+        with pytest.raises(SystemExit, match="Hopper's kernels cannot be measured here: "):
+            main(given)

@@ -1,6 +1,6 @@
 """How long a call takes whose numbers have overflowed, as in fp16 training with a loss scale: all, a row or a number, or one in a thousand of either.
 
-python tools/overflow.py ROWS.jsonl [--head-dims 64,128] [--seqlens 1024,4096]
+python lab/instruments/overflow.py ROWS.jsonl [--head-dims 64,128] [--seqlens 1024,4096]
 
 One row a case on a Hopper GPU, in seconds: medians, of the forward pass with such q and of the backward pass with such dO. Where a mask hides
 anything, what is not finite is looked at again (docs/hopper-backward.md); this shows how soon what is so by right is known to be.

@@ -1,4 +1,4 @@
-"""tools/variants.py without a GPU: what a variant is, that the backward pass takes it, and what is compiled ahead."""
+"""lab/instruments/variants.py without a GPU: what a variant is, that the backward pass takes it, and what is compiled ahead."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ BOARD = plan.Board(132, 0)
 
 @pytest.fixture
 def variants(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "lab/instruments")
     return importlib.import_module("variants")
 
 
@@ -71,7 +71,9 @@ def test_kernels_are_compiled_ahead(variants, monkeypatch):
     monkeypatch.setattr(warmup, "warm", warm)
     workloads = [paper_sweep(direction="bwd")[20], gpu_shapes(direction="bwd")[0]]
     with pytest.raises(SystemExit, match="no such thing"):
-        variants.compile_ahead(workloads, [variants.Variant("base", {}, {}), variants.variant_from("one: pairwise=False")])
+        variants.compile_ahead(
+            variants.kernels_of(workloads, [variants.Variant("base", {}, {}), variants.variant_from("one: pairwise=False")])
+        )
     backward = [kernel.config for kernel in asked if kernel.launch == gradients.LAUNCH]
     assert len(asked) == len(set(asked)) and sorted(each.whole.pairwise for each in backward) == [False, False, True, True]
 

@@ -1,14 +1,10 @@
-"""What limits a kernel, by the hardware's counters: `python tools/counters.py` on a machine with a Hopper GPU and Nsight Compute.
+"""What limits a kernel, by the hardware's counters: `python lab/instruments/counters.py` on a machine with a Hopper GPU and Nsight Compute.
 
     rungs [k5 ...]  profile one launch of each rung of the ladder; rows go to benchmarks/results/profiles/h100.jsonl (or --out)
     cells           profile one call of each contender (--impls) on each workload; rows go to benchmarks/results/profiles/h200.jsonl
-    energy          the same calls again and again, in turns: the clock that the board settles at, its power, and joules a call
     reread FILE     make rows of counters that --raw FILE kept; needs no GPU
-    tables          write the rows as tables into docs/worklog/*.md, between `<!-- profile:k5 -->` and `<!-- /profile -->`; a list of
-                    rungs (`profile:k3_1,k3_2`) shows these, a single one also the rung before it; and into docs/*.md, between
-                    `<!-- counters:fwd -->` and `<!-- /counters -->`, all cells of a direction
 
-Workloads are chosen by --set, --dtype, --direction and --only as in `tilewise bench`.
+tools/counter_tables.py writes the rows as tables into docs. Workloads are chosen by --set, --dtype, --direction and --only as in `tilewise bench`.
 
 What is profiled together shares one process, whose compilations and first launches are not profiled. Nsight Compute runs a kernel alone, many
 times, with pauses: it counts cycles at a clock that the kernel would not keep. Counters have names that move between GPUs and versions, so the
@@ -20,20 +16,18 @@ import csv
 import functools
 import io
 import json
-import math
 import re
 import subprocess
 import sys
 import tempfile
-import time
-from ctypes import CDLL, byref, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PROFILES = ROOT / "benchmarks/results/profiles"
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from counter_tables import HEAD_DIM, PROFILES, table, table_of_calls
+
 ROWS, CELLS = PROFILES / "h100.jsonl", PROFILES / "h200.jsonl"
-PAGES = ROOT / "docs"
-HEAD_DIM, HIDDEN = 128, 2048
+HIDDEN = 2048
 SEQLEN, TOKENS = 4096, 16384
 K1_SEQLEN, K1_TOKENS = 2048, 4096  # its S takes 0.5 GB, ten times the L2 cache
 K1_KERNELS = ("compute_S", "compute_P", "compute_O")
@@ -98,29 +92,19 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    rungs, cells, energy = (commands.add_parser(name) for name in ("rungs", "cells", "energy"))
+    rungs, cells = (commands.add_parser(name) for name in ("rungs", "cells"))
     rungs.add_argument("names", nargs="*")
     rungs.add_argument("--set", default="full", dest="sections", help="Nsight Compute's set of sections")
-    for command, out in ((rungs, ROWS), (cells, CELLS), (energy, CELLS)):
+    for command, out in ((rungs, ROWS), (cells, CELLS)):
         command.add_argument("--out", type=Path, default=out)
-    for command in (rungs, cells):
         command.add_argument("--report", type=Path, help="keep Nsight Compute's own report (.ncu-rep) here")
         command.add_argument("--raw", type=Path, help="keep all counters here")
         command.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the process that is profiled
-    for command in (cells, energy):
-        command.add_argument("--set", default="papers,gpu-shapes", help="sets of workloads (default: %(default)s)")
-        command.add_argument("--dtype", default="bf16")
-        command.add_argument("--direction", default="fwd")
-        command.add_argument("--only", metavar="PATTERN,...", help="of these workloads those whose names or ids match")
-        command.add_argument("--impls", default="tilewise,fa4", help="(default: %(default)s)")
-    energy.add_argument("--seconds", type=float, default=0.5, help="of measuring in each of TURNS turns (default: %(default)s)")
+    with_workloads(cells)
     command = commands.add_parser("reread")
     command.add_argument("raw", type=Path)
     command.add_argument("--out", type=Path, required=True)
-    commands.add_parser("tables")
     arguments = parser.parse_args(given)
-    if arguments.command == "tables":
-        return tables()
     if arguments.command == "reread":
         kept = json.loads(arguments.raw.read_text(encoding="utf-8"))
         return append(kept["what"], kept["csv"], kept["environment"], arguments.out)
@@ -128,13 +112,26 @@ def main(argv: list[str] | None = None) -> int:
         chosen = rungs_of(arguments.names) if arguments.command == "rungs" else calls_of(arguments)
     except ValueError as error:
         parser.error(str(error))
+    require_hopper()
+    return inside(chosen) if arguments.inside else run(chosen, given, arguments)
+
+
+def with_workloads(
+    parser: argparse.ArgumentParser, sets: str = "papers,gpu-shapes", direction: str = "fwd", impls: str = "tilewise,fa4"
+) -> None:
+    """The options that `calls_of` reads."""
+    parser.add_argument("--set", default=sets, help="sets of workloads (default: %(default)s)")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--direction", default=direction)
+    parser.add_argument("--only", metavar="PATTERN,...", help="of these workloads those whose names or ids match")
+    parser.add_argument("--impls", default=impls, help="(default: %(default)s)")
+
+
+def require_hopper() -> None:
     from tilewise.sm90.jit import why_not_here
 
     if reasons := why_not_here():
-        sys.exit(f"Hopper's kernels cannot be profiled here: {'; '.join(reasons)}")
-    if arguments.command == "energy":
-        return measure_energy(chosen, arguments)
-    return inside(chosen) if arguments.inside else run(chosen, given, arguments)
+        sys.exit(f"Hopper's kernels cannot be measured here: {'; '.join(reasons)}")
 
 
 def rungs_of(names: list[str]) -> list:
@@ -337,270 +334,6 @@ def measures(kernel: dict[str, tuple[str, str]]) -> dict:
     shares = {name: round(100 * value / total, 1) for name, value in sorted(waiting.items(), key=lambda item: -item[1]) if value}
     time_us = values[duration] * TIME_UNITS[kernel[duration][1]] if duration in values else None
     return {"time_us": time_us, "numbers": numbers, "pipes_percent": pipes, "stalls_percent": shares}
-
-
-def pipe(row: dict, word: str) -> float | None:
-    """The busiest pipe whose name holds `word`: what a pipe counts differs between GPUs, and so does its name."""
-    return max((value for name, value in row["pipes_percent"].items() if re.search(word, name)), default=None)
-
-
-def conflicts(row: dict) -> float | None:
-    """Of the passes through shared memory that threads made, the share that bank conflicts added, in %."""
-    passes, added = (
-        sum(row["numbers"].get(f"shared_{way}_{what}", 0.0) for way in ("load", "store")) for what in ("wavefronts", "conflicts")
-    )
-    return 100 * added / passes if passes else None
-
-
-def number(name: str):
-    return lambda row: row["numbers"].get(name)
-
-
-LINES = (
-    ("time, us", lambda row: row["time_us"], "{:,.0f}"),
-    ("tensor cores, % of their cycles", lambda row: pipe(row, "tensor"), "{:.0f}"),
-    ("multiply-add pipe, %", lambda row: pipe(row, r"^fma"), "{:.0f}"),
-    ("exponential pipe (XU), %", lambda row: pipe(row, r"^xu"), "{:.0f}"),
-    ("load and store pipe, %", lambda row: pipe(row, r"^lsu"), "{:.0f}"),
-    ("shared memory by threads, % of its passes", number("shared_percent"), "{:.0f}"),
-    ("of these for bank conflicts, %", conflicts, "{:.0f}"),
-    ("L1 and shared memory in all, %", number("l1_percent"), "{:.0f}"),
-    ("L2, %", number("l2_percent"), "{:.0f}"),
-    ("HBM, %", number("dram_percent"), "{:.0f}"),
-    ("HBM read, MB", lambda row: _scaled(row, "dram_read_bytes"), "{:,.0f}"),
-    ("HBM written, MB", lambda row: _scaled(row, "dram_write_bytes"), "{:,.0f}"),
-    ("issue slots used, %", lambda row: row["numbers"].get("issue_percent", _scaled(row, "issue_per_cycle", 100)), "{:.0f}"),
-    ("warps resident, % of 64", number("occupancy_percent"), "{:.0f}"),
-    ("registers a thread", number("registers"), "{:.0f}"),
-)  # fmt: skip
-
-
-def _scaled(row: dict, name: str, factor: float = 1e-6) -> float | None:
-    found = row["numbers"].get(name)
-    return None if found is None else found * factor
-
-
-def table(names: list[str], rows: list[dict]) -> list[str]:
-    """Markdown: a line a measure, a column a kernel; the last row of each rung's kernel counts."""
-    latest = {(row["rung"], row["kernel"]): row for row in rows}
-    columns = [row for name in names for (rung, _), row in latest.items() if rung == name]
-    heads = [row["rung"] if row["kernel"] == "kernel" else f"{row['rung']} {row['kernel']}" for row in columns]
-    lines = [f"| head_dim {HEAD_DIM}, full | {' | '.join(heads)} |", "|---|" + "---:|" * len(columns)]
-    for title, read, form in LINES:
-        found = [read(row) for row in columns]
-        if any(value is not None for value in found):
-            lines.append(f"| {title} | {' | '.join('–' if value is None else form.format(value) for value in found)} |")
-    for place, ordinal in enumerate(("most", "second", "third")):
-        reasons = [list(row["stalls_percent"].items())[place : place + 1] for row in columns]
-        cells = ["–" if not each else f"{each[0][0].replace('_', ' ')} {each[0][1]:.0f} %" for each in reasons]
-        lines.append(f"| why warps wait, {ordinal} | {' | '.join(cells)} |")
-    tokens = ", ".join(dict.fromkeys(f"{head} {row['case']['seqlen']}" for head, row in zip(heads, columns, strict=True)))
-    where = columns[-1]["environment"]
-    stamp = f"{where.get('device')}, {where.get('date', '')[:10]}, commit {where.get('commit')}; {where.get('ncu')}"
-    return [*lines, "", f"One launch; tokens a sequence: {tokens}. {stamp}."]
-
-
-CALL_LINES = (  # title, what to read, how to write it; of the longest kernel
-    ("us", lambda row: row["time_us"], "{:,.0f}"),
-    ("million cycles", lambda row: _scaled(row, "cycles"), "{:.3f}"),
-    ("other kernels, us", lambda row: sum(time_us for _, time_us in row["others_us"]) or None, "{:,.0f}"),
-    ("tensor cores, %", lambda row: pipe(row, "tensor"), "{:.1f}"),
-    ("issue slots, %", number("issue_percent"), "{:.1f}"),
-    ("million instructions", lambda row: _scaled(row, "instructions"), "{:,.0f}"),
-    ("shared memory, million wavefronts", lambda row: _scaled(row, "shared_wavefronts"), "{:,.0f}"),
-    ("L2, million sectors", lambda row: _scaled(row, "l2_sectors"), "{:,.0f}"),
-    ("L2 hits, %", number("l2_hit_percent"), "{:.0f}"),
-    ("HBM, MB", lambda row: _scaled(row, "dram_read_bytes", 1e-6) + (_scaled(row, "dram_write_bytes") or 0.0), "{:,.0f}"),
-    ("why warps wait", lambda row: reasons(row, 4), "{}"),
-)
-ENERGY_LINES = (
-    ("us a call", lambda row: row["time_us"], "{:,.0f}"),
-    ("SM clock, MHz", lambda row: row["clock_mhz"], "{:,.0f}"),
-    ("W", lambda row: row["watts"], "{:.0f}"),
-    ("J a call", lambda row: row["joules"], "{:.3f}"),
-    ("pJ a FLOP", lambda row: 1e12 * row["joules"] / row["flops"], "{:.3f}"),
-)  # fmt: skip
-
-
-def reasons(row: dict, most: int) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {share:.0f} %" for name, share in list(row["stalls_percent"].items())[:most])
-
-
-def table_of_calls(rows: list[dict]) -> list[str]:
-    """Markdown: a line a call, counters first and, where it was measured, energy after them; the last row of each call counts."""
-    lines = []
-    for columns, note in ((CALL_LINES, "One call each, alone, by Nsight Compute"), (ENERGY_LINES, "Calls without a pause, in turns")):
-        kind = [row for row in rows if ("joules" in row) == (columns is ENERGY_LINES)]
-        latest = {(row["id"], row["impl"]): row for row in kind}
-        if not latest:
-            continue
-        found = [[_written(row, read, form) for _, read, form in columns] for row in latest.values()]
-        kept = [i for i in range(len(columns)) if any(cells[i] != "–" for cells in found)]
-        lines += ["", f"| | | {' | '.join(columns[i][0] for i in kept)} |", "|---|---|" + "---:|" * len(kept)]
-        for (name, impl), cells in zip(latest, found, strict=True):
-            lines.append(f"| {name} | {impl} | {' | '.join(cells[i] for i in kept)} |")
-        where = list(latest.values())[-1]["environment"]
-        stamp = f"{where.get('device')}, {where.get('date', '')[:10]}, commit {where.get('commit')}"
-        lines += ["", f"{note}. {stamp}{'; ' + where['ncu'] if 'ncu' in where else ''}."]
-    return lines
-
-
-def _written(row: dict, read, form: str) -> str:
-    try:
-        value = read(row)
-    except (KeyError, TypeError):  # not counted there
-        value = None
-    return "–" if value is None else form.format(value)
-
-
-MARKED = re.compile(r"(<!-- profile:([\w:,]+) -->\n).*?(<!-- /profile -->)", re.DOTALL)
-CALLS_MARKED = re.compile(r"(<!-- counters:([\w+]+) -->\n).*?(<!-- /counters -->)", re.DOTALL)
-
-
-def refreshed(page: str, rows: list[dict]) -> str:
-    """The page with every marked table written anew."""
-    from tilewise.ladder import RUNGS
-
-    ladder = list(RUNGS)
-    on_ladder, calls = [row for row in rows if "rung" in row], [row for row in rows if "impl" in row]
-
-    def write(match: re.Match) -> str:
-        names = match[2].split(",")
-        profiled = {row["rung"] for row in on_ladder}
-        if not profiled & set(names):
-            return match[0]  # not profiled yet
-        if len(names) == 1:
-            below = ladder[: ladder.index(names[0].partition(":")[0])]
-            names[:0] = [name for name in below if name in profiled][-1:]
-        return match[1] + "\n".join(table(names, on_ladder)) + "\n" + match[3]
-
-    def write_calls(match: re.Match) -> str:
-        mine = [row for row in calls if row["case"]["direction"] == match[2]]
-        return match[1] + "\n".join([*table_of_calls(mine), ""]) + "\n" + match[3] if mine else match[0]
-
-    return CALLS_MARKED.sub(write_calls, MARKED.sub(write, page))
-
-
-def tables() -> int:
-    found = [row for path in sorted(PROFILES.glob("*.jsonl")) for row in load(path)]
-    for page in sorted(PAGES.rglob("*.md")):
-        before = page.read_text(encoding="utf-8")
-        if (after := refreshed(before, found)) != before:
-            page.write_text(after, encoding="utf-8")
-            print(page.relative_to(ROOT))
-    return 0
-
-
-TURNS, SETTLE_S, BATCH_S = 2, 0.15, 0.03  # of a contender; until the board's clock has settled; of calls, after which one looks at it
-
-
-class Board:
-    """What NVIDIA's management library tells of the GPU that torch uses; it is only read."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.library, self.handle = CDLL("libnvidia-ml.so.1"), c_void_p()
-        self._call("nvmlInit_v2")
-        if torch.cuda.device_count() == 1:
-            self._call("nvmlDeviceGetHandleByIndex_v2", c_uint(0), byref(self.handle))
-        else:
-            uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-            self._call("nvmlDeviceGetHandleByUUID", uuid.encode(), byref(self.handle))
-
-    def _call(self, name: str, *arguments) -> None:
-        if code := getattr(self.library, name)(*arguments):
-            raise RuntimeError(f"{name} failed with NVML's error {code}")
-
-    def read(self, name: str, kind, *arguments) -> int:
-        value = kind()
-        self._call(name, self.handle, *arguments, byref(value))
-        return value.value
-
-    def clock_mhz(self) -> int:
-        return self.read("nvmlDeviceGetClockInfo", c_uint, c_uint(1))  # of the multiprocessors
-
-    def joules(self) -> float:
-        return self.read("nvmlDeviceGetTotalEnergyConsumption", c_ulonglong) * 1e-3
-
-    def throttled(self) -> int:
-        """Bits of why the clock is not higher; 4: the power limit."""
-        return self.read("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong)
-
-
-def measure_energy(chosen: list[tuple], arguments) -> int:
-    """Rows of clock, power and energy: the contenders of a workload in turns, each for --seconds after SETTLE_S, without a pause between calls."""
-    from tilewise.bench.provenance import provenance
-
-    board, environment, written = Board(), provenance("cuda"), []
-    for workload in dict.fromkeys(workload for workload, _ in chosen):
-        impls = [impl for other, impl in chosen if other is workload]
-        launches = {impl.name: prepared(None, workload, impl) for impl in impls}
-        turns = [(name, keep_busy(launches[name], board, arguments.seconds)) for _ in range(TURNS) for name in launches]
-        for impl in impls:
-            mine = [found for name, found in turns if name == impl.name]
-            time_s = sum(each["seconds"] for each in mine) / sum(each["calls"] for each in mine)
-            watts = sum(each["watts"] for each in mine) / len(mine)
-            clocks = [clock for each in mine for clock in each["clocks"]]
-            row = {
-                **described((workload, impl)),
-                "flops": workload.flops,
-                "time_us": 1e6 * time_s,
-                "clock_mhz": sum(clocks) / len(clocks),
-                "watts": watts,
-                "joules": watts * time_s,
-                "turns": [{key: value for key, value in each.items() if key != "clocks"} for each in mine],
-                "environment": environment,
-            }
-            written.append(row)
-            keep([row], arguments.out)
-    print("\n".join(table_of_calls(written)))
-    return 0
-
-
-def keep_busy(launch, board: Board, seconds: float) -> dict:
-    """Call again and again; from SETTLE_S on, for `seconds`, count calls, look at the clock and read the meter, which moves in steps."""
-    import torch
-
-    def batch(calls: int) -> torch.cuda.Event:
-        for _ in range(calls):
-            launch()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    first, second = batch(1), batch(3)
-    torch.cuda.synchronize()
-    calls = max(1, round(BATCH_S / (first.elapsed_time(second) * 1e-3 / 3)))
-    begin, queued = time.perf_counter(), [batch(calls), batch(calls)]  # so that the GPU never waits
-    clocks, throttled, ends, meter = [], 0, [], []
-    while not ends or ends[-1] - begin < SETTLE_S + seconds:
-        queued.append(batch(calls))
-        while not queued[0].query():
-            time.sleep(BATCH_S / 100)
-        queued, now = queued[1:], time.perf_counter()
-        if now - begin > SETTLE_S:
-            ends.append(now)
-            clocks.append(board.clock_mhz())
-            throttled |= board.throttled()
-            joules = board.joules()
-            if not meter or joules != meter[-1][1]:
-                meter.append((now, joules))
-    steps = meter[1:] if len(meter) > 2 else meter  # where the first was read, it had not moved
-    elapsed = steps[-1][0] - steps[0][0]
-    found = {
-        "calls": calls * (len(ends) - 1),
-        "seconds": ends[-1] - ends[0],
-        "watts": (steps[-1][1] - steps[0][1]) / elapsed if elapsed else math.nan,
-        "clocks": clocks,
-        "throttled": throttled,
-    }
-    torch.cuda.synchronize()
-    return found
-
-
-def load(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()] if path.exists() else []
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the first call of a process waits for, by feature: prints JSON lines, one a process.
 
-    PYTHONPATH=src python tools/gpu/first_call.py              # on an H100 or H200; two minutes
-    PYTHONPATH=src python tools/gpu/first_call.py --helpers 0  # without processes that compile ahead (sm90/helpers.py)
+    PYTHONPATH=src python lab/instruments/first_call.py              # on an H100 or H200; two minutes
+    PYTHONPATH=src python lab/instruments/first_call.py --helpers 0  # without processes that compile ahead (sm90/helpers.py)
 
 Each feature is tried in processes of its own: "nothing" with an empty cache, then "disk" with what that one compiled. Where tilewise-kernels-sm90 is
 installed, "prebuilt" comes first; "nothing" leaves such kernels out. "next" makes a second feature's first step, in a process that made one before.

@@ -1,4 +1,4 @@
-"""Where the time of forward and backward goes on the CPU, and what bounds it: `python tools/cpu_parts.py [--out ROWS.jsonl] [CASE ...]`.
+"""Where the time of forward and backward goes on the CPU, and what bounds it: `python lab/instruments/cpu_parts.py [--out ROWS.jsonl] [CASE ...]`.
 
 For cases of `tilewise bench --set cpu-table`, interleaved in one process, in ms:
   whole     the user's call and its gradients, as the bench times it

@@ -1,4 +1,6 @@
-"""What NaN, infinities and subnormal numbers cost on the CPU: `python tools/cpu_poison.py [--out ROWS.jsonl] [--isa ISA] [--only WORD ...]`.
+"""What NaN, infinities and subnormal numbers cost on the CPU.
+
+python lab/instruments/cpu_poison.py [--out ROWS.jsonl] [--isa ISA] [--only WORD ...]
 
 Each row is the time of a call on poisoned operands over that of the same call on finite ones: one thread, process time, the calls in turns in one
 process, the shortest of many. 2,048 tokens, 2 heads, head_dim 64; `few` is 4 queries.

@@ -1,4 +1,4 @@
-"""tools/stalls.py on a made-up page of Nsight Compute's: cut where warps may wait, samples and reasons added up."""
+"""lab/instruments/stalls.py on a made-up page of Nsight Compute's: cut where warps may wait, samples and reasons added up."""
 
 import importlib
 from pathlib import Path
@@ -18,7 +18,7 @@ CODE = [
 
 @pytest.fixture
 def stalls(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "lab/instruments")
     return importlib.import_module("stalls")
 
 

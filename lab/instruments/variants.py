@@ -1,4 +1,6 @@
-"""Variants of the Hopper backward pass, in turns in one process, beside other contenders: `python tools/variants.py` on a machine with a Hopper GPU.
+"""Variants of the Hopper backward pass, in turns in one process, beside other contenders, on a machine with a Hopper GPU.
+
+python lab/instruments/variants.py, and
 
     --variant "two rows: stages=4, pairwise=False"    names of backward.config.Config.of that differ from what ships
     --variant "turns: together=8, abreast=4"          and of the order: descending heads, at least; ascending heads that take turns
@@ -9,7 +11,6 @@ side. Workloads are chosen by --set, --dtype and --direction as in `tilewise ben
 """
 
 import argparse
-import ast
 import json
 import sys
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from counters import calls_of
+from choices import named
+from counters import calls_of, require_hopper, with_workloads
+from rows import compile_ahead
 
 RUNS = 8  # of a variant, compared with each other
 ORDER = "together", "abreast"
@@ -33,11 +36,7 @@ class Variant(NamedTuple):
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", action="append", default=[], type=variant_from, metavar="'NAME: FIELD=VALUE, ...'")
-    parser.add_argument("--set", default="papers", help="sets of workloads (default: %(default)s)")
-    parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--direction", default="bwd", choices=("bwd", "fwd+bwd"))
-    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
-    parser.add_argument("--impls", default="fa4", help="the other contenders (default: %(default)s)")
+    with_workloads(parser, "papers", "bwd", impls="fa4")
     parser.add_argument("--budget", type=float, default=0.2, metavar="SECONDS", help="to time one of them (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="append a row for each workload, as JSON lines")
     arguments = parser.parse_args(argv)
@@ -48,12 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         chosen = calls_of(arguments)
     except ValueError as error:
         parser.error(str(error))
-    from tilewise.sm90.jit import why_not_here
-
-    if reasons := why_not_here():
-        sys.exit(f"Hopper's kernels cannot be measured here: {'; '.join(reasons)}")
+    require_hopper()
     workloads = list(dict.fromkeys(workload for workload, _ in chosen))
-    compile_ahead(workloads, variants)
+    compile_ahead(kernels_of(workloads, variants))
     for workload in workloads:
         row = measure(workload, variants, [impl for of, impl in chosen if of == workload], arguments.budget)
         print(line(row), flush=True)
@@ -67,20 +63,9 @@ def variant_from(text: str) -> Variant:
     """Raises ArgumentTypeError for what is no variant."""
     from tilewise.backends.hopper.backward.config import names
 
-    name, colon, given = text.partition(":")
-    found, known = {}, names()
-    for each in filter(None, map(str.strip, given.split(","))):
-        field, _, value = (part.strip() for part in each.partition("="))
-        if field not in known and field not in ORDER:
-            raise argparse.ArgumentTypeError(f"{field!r} is no choice of backward.config, nor one of {', '.join(ORDER)}")
-        try:
-            found[field] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            raise argparse.ArgumentTypeError(f"{field} is {value!r}, which is no value: numbers, True and False, 'text'") from None
-    if not colon or not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 'NAME: FIELD=VALUE, ...'")
+    name, found = named(text, [*names(), *ORDER], "backward.config and the order")
     order = {field: found.pop(field) for field in ORDER if field in found}
-    return Variant(name.strip(), found, order)
+    return Variant(name, found, order)
 
 
 @contextmanager
@@ -106,14 +91,14 @@ def in_place(variant: Variant):
         yield
 
 
-def compile_ahead(workloads, variants: list[Variant]) -> None:
-    """All kernels that are missing, side by side; exits with the first that cannot be compiled."""
+def kernels_of(workloads, variants: list[Variant]) -> list[tuple]:
+    """What all of them need, of both passes."""
     import torch
 
-    from tilewise.backends.hopper import Hopper, warmup
+    from tilewise.backends.hopper import Hopper
     from tilewise.problem import Call
 
-    todo = {}
+    found = []
     for workload in workloads:
         heads, dims = (workload.heads_q, workload.heads_k, workload.heads_k), (workload.head_dim, workload.head_dim, workload.head_dim_v)
         lengths = workload.seqlen_q, workload.seqlen_k, workload.seqlen_k
@@ -122,10 +107,8 @@ def compile_ahead(workloads, variants: list[Variant]) -> None:
         )
         for variant in variants:
             with in_place(variant):
-                todo |= dict.fromkeys(Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0, grad=True)))
-    for outcome in warmup.warm(warmup.Kernel(*kernel) for kernel in todo):
-        if outcome.state == "failed":
-            sys.exit(f"{' '.join(warmup.describe(outcome.kernel))}: {outcome.reason}")
+                found += Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0, grad=True))
+    return found
 
 
 def measure(workload, variants: list[Variant], others: list, budget: float) -> dict:

@@ -1,7 +1,7 @@
 """Search for the inputs that make attention slowest, beside normal ones of the same shape: composed at random, the worst then varied.
 
-python tools/hard_search.py --seconds 120 [--out WORST.jsonl] [--device cuda] [--dtype bf16] [--head-dim 128] [--mask causal] [--direction fwd]
-python tools/hard_search.py --replay WORST.jsonl ...        the same specs once more: after a change, or on another device
+python lab/instruments/hard_search.py --seconds 120 [--out WORST.jsonl] [--device cuda] [--dtype bf16] [--head-dim 128] [--mask causal]
+python lab/instruments/hard_search.py --replay WORST.jsonl ...        the same specs once more: after a change, or on another device
 
 A spec says all that its inputs depend on: the size of q, k and v, how k's grows along the sequence, a jump of it somewhere, scores shifted
 together by blocks, zeros, extremes; rows of NaN only with --nan. Candidates are a function of the seed, in their order, but for what half of them

@@ -1,4 +1,4 @@
-"""tools/gpu/fp8_facts.py on the emulator: what it says of a machine whose sums are exact, and of one that keeps 13 bits."""
+"""lab/instruments/fp8_facts.py on the emulator: what it says of a machine whose sums are exact, and of one that keeps 13 bits."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ pytestmark = NEEDED
 
 @pytest.fixture(scope="module")
 def facts():
-    spec = importlib.util.spec_from_file_location("fp8_facts", Path(__file__).parents[2] / "tools" / "gpu" / "fp8_facts.py")
+    spec = importlib.util.spec_from_file_location("fp8_facts", Path(__file__).parents[2] / "lab/instruments/fp8_facts.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module

@@ -1,7 +1,7 @@
 """What a Hopper GPU does in 8 bits: how its tensor cores round sums, how fast they are, and what K7's loop makes of it.
 
-    python tools/gpu/fp8_facts.py OUT.jsonl                          # on an H100 or H200: compiles, then measures for less than a minute
-    CUTE_DSL_ARCH=sm_90a python tools/gpu/fp8_facts.py --compile     # without a GPU: compiles a kernel of each kind
+    python lab/instruments/fp8_facts.py OUT.jsonl                          # on an H100 or H200: compiles, then measures for less than a minute
+    CUTE_DSL_ARCH=sm_90a python lab/instruments/fp8_facts.py --compile     # without a GPU: compiles a kernel of each kind
 
 Rows are JSON lines; `what` they are about:
 

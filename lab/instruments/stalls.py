@@ -1,6 +1,6 @@
-"""Where a kernel's warps spend their time, by Nsight Compute's samples: `python tools/stalls.py` on a machine with a Hopper GPU.
+"""Where a kernel's warps spend their time, by Nsight Compute's samples: `python lab/instruments/stalls.py` on a machine with a Hopper GPU.
 
-    cells        profile one call of each contender (--impls) on each workload, chosen as in tools/counters.py
+    cells        profile one call of each contender (--impls) on each workload, chosen as in counters.py
     read FILE    the same table from a page that `ncu --import REPORT --page source --csv` printed; needs no GPU
 
 A kernel's instructions are cut where its warps may wait: at barriers, at fences, where a product begins and where it is waited for. A line is what
@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from counters import call, calls_of, inside
+from counters import call, calls_of, inside, with_workloads
 
 CUTS = re.compile(r"WARPGROUP\.(ARRIVE|DEPBAR)|SYNCS\.\S*TRYWAIT|\bBAR\.|\bFENCE\.|\bMEMBAR\.")
 LEAST = 0.005  # of a kernel's samples: lines with less are left out; and of the longest kernel's, shorter kernels
@@ -38,11 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     cells, read = commands.add_parser("cells"), commands.add_parser("read")
-    cells.add_argument("--set", default="papers", help="sets of workloads (default: %(default)s)")
-    cells.add_argument("--dtype", default="bf16")
-    cells.add_argument("--direction", default="bwd")
-    cells.add_argument("--only", action="append", default=[], metavar="PATTERN", help="workloads whose ids match one of these")
-    cells.add_argument("--impls", default="tilewise,fa4", help="(default: %(default)s)")
+    with_workloads(cells, "papers", "bwd")
     cells.add_argument("--page", type=Path, help="keep the page here, for `read`")
     cells.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # this is the process that is profiled
     read.add_argument("file", type=Path)
