@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.planes import planes_of
 from tilewise.backends.philox import keep_scale, threshold
 from tilewise.problem import Call, in_fp32
 
@@ -18,14 +17,10 @@ _WORD = 0xFFFFFFFF
 
 
 def arguments_of(call: Call, isa: int) -> tuple[abi.Args, list]:
-    """The call's inputs as the kernel's arguments, and what must stay alive while it runs."""
+    """The call's inputs as the kernel's arguments, all but its mask, and what must stay alive while it runs."""
     q, k, v = rows(call.q), rows(call.k), rows(call.v)
-    batch, seqlen_q, heads_q, _ = q.shape
-    planes = planes_of(call.mask, seqlen_q, k.shape[1], batch, heads_q)
-    args = plain(q, k, v, call.scale, call.softcap, isa)
-    args.planes, args.plane_of = planes.planes, planes.plane_of
-    args, keep = add_tensors(args, call.bias, call.alibi_slopes, call.sink)
-    keep += [q, k, v, planes]
+    args, keep = add_tensors(plain(q, k, v, call.scale, call.softcap, isa), call.bias, call.alibi_slopes, call.sink)
+    keep += [q, k, v]
     if call.diagonal is not None:
         diagonal = call.diagonal.long().contiguous()
         args.diagonal = diagonal.data_ptr()
