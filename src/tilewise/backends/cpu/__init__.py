@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.backends import Backend
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, rows, set_broadcast, set_tensor
+from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, in_order, rows, set_broadcast, set_tensor
 from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, problem, run
 from tilewise.backends.cpu.planes import TILE_N
@@ -108,12 +108,12 @@ class Cpu(Backend):
         fp32 = {"dtype": torch.float32, "device": CPU}
         d_sink = None if call.sink is None else torch.zeros(call.heads_q, **fp32)
         d_bias = torch.zeros(call.bias.shape, **fp32) if bias_grad and call.bias is not None else None
-        o, d_o, lse = rows(o), rows(d_o), lse.contiguous()
+        o, d_o, lse = rows(o), rows(d_o), in_order(lse)
         for field, x in ((args.o, o), (args.d_o, d_o), (args.dq, dq), (args.dk, dk), (args.dv, dv)):
             set_tensor(field, x)
         args.lse = lse.data_ptr()
         if d_lse is not None:
-            d_lse = d_lse.float().contiguous()
+            d_lse = in_order(d_lse.float())
             args.d_lse = d_lse.data_ptr()
         if d_sink is not None:
             args.dsink = d_sink.data_ptr()

@@ -71,13 +71,19 @@ def _template(
 def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | None, keep: list) -> None:
     """ALiBi slopes (batch or 1, heads_q) and the sink (heads_q,), in fp32."""
     if alibi_slopes is not None:
-        slopes = alibi_slopes.float().contiguous()
+        slopes = in_order(alibi_slopes.float())
         args.alibi_slopes, args.alibi_batch = slopes.data_ptr(), args.heads_q if slopes.shape[0] > 1 else 0
         keep.append(slopes)
     if sink is not None:
-        sink = sink.detach().float().contiguous()
+        sink = in_order(sink.detach().float())
         args.sink = sink.data_ptr()
         keep.append(sink)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """x contiguous, at a multiple of its numbers' size, which torch.frombuffer's tensors need not be; the kernel reads all but rows so."""
+    x = x.contiguous()
+    return x if x.data_ptr() % x.element_size() == 0 else x.clone()
 
 
 def rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, get_num_threads
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.arguments import CPU, add_tensors, plain, rows, set_broadcast, workspace
+from tilewise.backends.cpu.arguments import CPU, add_tensors, in_order, plain, rows, set_broadcast, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import nbytes
 from tilewise.backends.cpu.ways import choose_backward, choose_forward
@@ -73,7 +73,7 @@ class Repeat:
         if (d_lse, d_bias, d_sink) != (None, None, None):
             args = args if args is not self.args else abi.Args.from_buffer_copy(args)
             if d_lse is not None:
-                d_lse = d_lse.contiguous()
+                d_lse = in_order(d_lse)
                 args.d_lse = d_lse.data_ptr()
             if d_bias is not None:
                 set_broadcast(args.dbias, d_bias)
