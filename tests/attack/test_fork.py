@@ -90,7 +90,7 @@ def test_threads_with_small_stacks():
 import threading, torch, tilewise as tw
 torch.set_num_threads(2)
 q = torch.randn(1, 512, 4, 64)
-mask = tw.Documents(range(0, 513, 8), inner=tw.Causal())
+mask = tw.Documents([*range(0, 513, 8)], inner=tw.Causal())
 run = lambda: [tw.attention(q.to(dtype), q.to(dtype), q.to(dtype), mask=each, backend="cpu") for each in (mask, tw.Causal())
                for dtype in (torch.float32, torch.bfloat16, torch.float16)]
 found = [run()]

@@ -28,7 +28,7 @@ BACKENDS = {"reference": tuple(DTYPES), "tiled": tuple(DTYPES), "cpu": ("fp32", 
 SHORT = st.one_of(st.sampled_from([0, 1, 2, 17, 64, 65]), st.integers(0, 100))
 NAMES = "q", "k", "v", "bias", "sink"
 few = settings(max_examples=5)
-many = settings(max_examples=300)
+many = settings(max_examples=150)
 
 
 def random(*strategies, how):
