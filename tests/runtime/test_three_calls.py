@@ -11,7 +11,7 @@ import pytest
 import torch
 from decode_fuzz import kind as decode_kind
 from decode_fuzz import problem as decode_problem
-from hypothesis import given, note, seed, settings
+from hypothesis import currently_in_test_context, given, note, seed, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
@@ -52,7 +52,8 @@ def fresh_is_nan():
 
 def thrice(run) -> dict[str, torch.Tensor]:
     """What `run` gives, a dict of tensors, in each of three calls. It makes its tensors itself, and what it gives is alive until the end."""
-    note(f"TILEWISE_TEST_SEED={TODAY}")
+    if currently_in_test_context():
+        note(f"TILEWISE_TEST_SEED={TODAY}")
     repeats.forget()
     decode_repeats.forget()
     first, *others = [run() for _ in range(3)]
