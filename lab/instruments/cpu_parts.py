@@ -27,6 +27,7 @@ from tilewise.bench.timing import interleave
 from tilewise.bench.workloads import Workload, cpu_table
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call
+from tilewise.runtime.repeats import ALONE
 
 SCORE_BYTES = 2 << 20
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -47,22 +48,22 @@ def cases() -> dict[str, Workload]:
 def ours(workload: Workload, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> dict:
     call = Call(q=q, k=k, v=v, mask=workload.mask, scale=workload.head_dim**-0.5)
     repeat = Cpu().repeat(call)
-    o, lse = repeat.forward(q, k, v, True)
-    gradients = repeat.backward(q, k, v, o, lse, d_o)
+    o, lse = repeat.forward(q, k, v, ALONE, True)
+    gradients = repeat.backward(q, k, v, o, lse, d_o, None, ALONE, False)[:3]
     threads = torch.get_num_threads()
-    memory, start = workspace(repeat.workspace_bytes[threads])
+    memory, start = workspace(repeat.workspace_bytes[threads, True, False])
     given = [x.data_ptr() for x in (q, k, v, o, lse)]
     all_given = [*given, d_o.data_ptr(), *(x.data_ptr() for x in gradients)]
     keep = o, lse, gradients, memory
 
     def kernels():
-        repeat.functions.tw_repeat(repeat.address, repeat.few, threads, *given)
+        repeat.functions.tw_repeat(repeat.address, threads, *given)
         repeat.functions.tw_repeat_backward(repeat.address, threads, *all_given, ctypes.c_void_p(start))
         return keep
 
     def made():
-        o, lse = repeat.forward(q, k, v, True)
-        return repeat.backward(q, k, v, o, lse, d_o)
+        o, lse = repeat.forward(q, k, v, ALONE, True)
+        return repeat.backward(q, k, v, o, lse, d_o, None, ALONE, False)
 
     return {"tilewise kernels": kernels, "tilewise made": made}
 

@@ -63,7 +63,8 @@ def attention(
         softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), (heads_q or 1, seqlen_q or 1, seqlen_k or 1) or (seqlen_q or 1,
             seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
-        alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022). No gradient.
+        alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022), by the call's lengths
+            whatever the mask (`attention_varlen` counts within each document). No gradient.
         sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
         dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator

@@ -73,6 +73,34 @@ def test_gradients_fit_the_forward_and_dropout_keeps_its_numbers():
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("keys", ((0, 30, 60, 90), (0, 5, 12, 18), (0, 100, 150, 300)), ids=str)
+def test_distances_count_by_the_calls_lengths_under_a_mask_of_documents(keys, batch):
+    """api.py's `-slope * |i + seqlen_k - seqlen_q - j|`, forward and backward, on every backend; those of attention_varlen are each document's."""
+    queries, slopes = (0, 4, 10, 15), torch.tensor([0.5, 0.25])
+    mask = tw.Documents(queries, keys, inner=tw.Causal())
+    x = [randn(batch, n, 2, 8, seed=seed).requires_grad_() for seed, n in enumerate((15, keys[-1], keys[-1]))]
+    d_o = randn(batch, 15, 2, 8, seed=7)
+
+    distance = (torch.arange(15)[:, None] + keys[-1] - 15 - torch.arange(keys[-1])).abs()
+    scores = torch.einsum("bihd,bjhd->bhij", x[0], x[1]).double() * 8**-0.5 - slopes[:, None, None] * distance
+    scores = scores.masked_fill(~mask.dense(15, keys[-1]).expand_as(scores), -torch.inf)
+    right = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(), x[2].double())
+    wanted = right, scores.logsumexp(-1), *torch.autograd.grad(right, x, d_o.double())
+    for backend in ("reference", "tiled", "cpu"):
+        for _ in range(2):
+            o, lse = tw.attention(*x, mask=mask, alibi_slopes=slopes, return_lse=True, backend=backend)
+            for got, want in zip((o, lse, *torch.autograd.grad(o, x, d_o)), wanted, strict=True):
+                torch.testing.assert_close(got.double(), want.double(), atol=3e-5, rtol=1e-5)
+        out = torch.empty_like(o)
+        tw.attention(*(each.detach() for each in x), mask=mask, alibi_slopes=slopes, backend=backend, out=out)
+        assert torch.equal(out, o)
+    packed = tw.attention_varlen(*(each[0] for each in x), torch.tensor(queries), torch.tensor(keys), causal=True, alibi_slopes=slopes)
+    for q0, q1, k0, k1 in zip(queries[:-1], queries[1:], keys[:-1], keys[1:], strict=True):
+        alone = tw.attention(x[0][:1, q0:q1], x[1][:1, k0:k1], x[2][:1, k0:k1], causal=True, alibi_slopes=slopes)
+        assert torch.equal(packed[q0:q1], alone[0])
+
+
 def test_documents_that_do_not_fit_are_refused():
     q = randn(5, 2, 8)
     for cu in (torch.tensor([0, 6]), torch.tensor([0, 2, 6])):

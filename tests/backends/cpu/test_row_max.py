@@ -54,7 +54,7 @@ def test_few_queries_whose_keys_are_split(seqlen_q, sink):
     case = Case(batch=2, seqlen_q=seqlen_q, seqlen_k=3500, heads_q=4, heads_k=2, head_dim=32, dtype="bf16", mask=Causal(), sink=sink)
     for key, value in ((5, 30.0), (3400, 30.0), (2000, math.nan), (2000, math.inf)):
         call = replace(make(case), row_max=True)
-        assert Cpu()._few_queries(call, library())
+        assert any(line.startswith("few queries") for line in Cpu().details(call))
         call.k[:, key, 1] = call.q[:, -1, 2] * value
         o, lse, row_max = Cpu().forward(call)
         tolerance.check_outputs(call, o, lse)

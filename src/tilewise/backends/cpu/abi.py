@@ -5,7 +5,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 NAME = "libtilewise_cpu.so"  # of the compiled kernel
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
@@ -76,7 +76,11 @@ class Args(ctypes.Structure):
         ("dropout_offset", c_uint32),
         ("dropout_threshold", c_uint32),
         ("dropout_rescale", c_float),
-        ("pad1", c_int32),
+        ("few", c_int32),
+        ("documents", c_int64),
+        ("bounds", c_void_p),
+        ("document_planes", c_void_p),
+        ("document_few", c_void_p),
         ("seqlens_k", c_void_p),
         ("page_table", c_void_p),
         ("page_size", c_int64),

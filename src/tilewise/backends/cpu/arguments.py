@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.planes import planes_of
 from tilewise.backends.philox import keep_scale, threshold
 from tilewise.problem import Call, in_fp32
 
@@ -18,14 +17,10 @@ _WORD = 0xFFFFFFFF
 
 
 def arguments_of(call: Call, isa: int) -> tuple[abi.Args, list]:
-    """The call's inputs as the kernel's arguments, and what must stay alive while it runs."""
+    """The call's inputs as the kernel's arguments, all but its mask, and what must stay alive while it runs."""
     q, k, v = rows(call.q), rows(call.k), rows(call.v)
-    batch, seqlen_q, heads_q, _ = q.shape
-    planes = planes_of(call.mask, seqlen_q, k.shape[1], batch, heads_q)
-    args = plain(q, k, v, call.scale, call.softcap, isa)
-    args.planes, args.plane_of = planes.planes, planes.plane_of
-    args, keep = add_tensors(args, call.bias, call.alibi_slopes, call.sink)
-    keep += [q, k, v, planes]
+    args, keep = add_tensors(plain(q, k, v, call.scale, call.softcap, isa), call.bias, call.alibi_slopes, call.sink)
+    keep += [q, k, v]
     if call.diagonal is not None:
         diagonal = call.diagonal.long().contiguous()
         args.diagonal = diagonal.data_ptr()
@@ -76,13 +71,19 @@ def _template(
 def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | None, keep: list) -> None:
     """ALiBi slopes (batch or 1, heads_q) and the sink (heads_q,), in fp32."""
     if alibi_slopes is not None:
-        slopes = alibi_slopes.float().contiguous()
+        slopes = in_order(alibi_slopes.float())
         args.alibi_slopes, args.alibi_batch = slopes.data_ptr(), args.heads_q if slopes.shape[0] > 1 else 0
         keep.append(slopes)
     if sink is not None:
-        sink = sink.detach().float().contiguous()
+        sink = in_order(sink.detach().float())
         args.sink = sink.data_ptr()
         keep.append(sink)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """x contiguous, at a multiple of its numbers' size, which torch.frombuffer's tensors need not be; the kernel reads all but rows so."""
+    x = x.contiguous()
+    return x if x.data_ptr() % x.element_size() == 0 else x.clone()
 
 
 def rows(x: Tensor) -> Tensor:

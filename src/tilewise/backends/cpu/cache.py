@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.backends.cpu.arguments import CPU, add_per_head, add_workspace, plain, rows, set_tensor
+from tilewise.backends.cpu.arguments import CPU, add_per_head, add_workspace, in_order, plain, rows, set_tensor
 from tilewise.backends.cpu.native import Library, run
 from tilewise.backends.cpu.planes import planes_of_sequences
 from tilewise.backends.sequences import one_by_one, sequence
@@ -43,7 +43,7 @@ def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call
     if lse.numel() == 0:
         return o, lse
     args = plain(wide, k_cache, v_cache, call.scale, call.softcap, isa)
-    lengths, keep = call.seqlens.contiguous(), []
+    lengths, keep = in_order(call.seqlens), []
     queries, apart = np.full(batch, seqlen_q), {}
     if call.cu_seqlens_q is not None:
         bounds = call.cu_seqlens_q.tolist()
@@ -83,6 +83,6 @@ def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call
 
 
 def _address(x: Tensor, keep: list) -> int:
-    x = x.contiguous()
+    x = in_order(x)
     keep.append(x)
     return x.data_ptr()

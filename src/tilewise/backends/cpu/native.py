@@ -101,8 +101,7 @@ def _load() -> Library | str:
         return f"TILEWISE_CPU_ISA={isa} is not available here; the kernel and this processor have {', '.join(isas)}"
     for name in ("tw_backward_workspace", "tw_decode_workspace", "tw_careful_tiles"):
         getattr(functions, name).restype = ctypes.c_int64
-    functions.tw_repeat.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 5)
-    functions.tw_forward_documents.argtypes = (ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3)
+    functions.tw_repeat.argtypes = (ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 5)
     functions.tw_repeat_backward.argtypes = (ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 10)
     pool = _shared_pool()
     functions.tw_set_pool(pool)

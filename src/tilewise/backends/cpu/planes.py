@@ -35,9 +35,10 @@ class Planes:
     plane_of: int | None
     kept: list = field(repr=False)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.kept if isinstance(each, ndarray))
+
+def nbytes(kept: list) -> int:
+    """Of the arrays in such a list, and of those that its Planes keep."""
+    return sum(each.nbytes if isinstance(each, ndarray) else nbytes(each.kept) if isinstance(each, Planes) else 0 for each in kept)
 
 
 def planes_of(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads_q: int) -> Planes:

@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, get_num_threads
 
 from tilewise.backends.cpu import abi
-from tilewise.backends.cpu.arguments import CPU, add_tensors, plain, rows, set_broadcast, workspace
+from tilewise.backends.cpu.arguments import CPU, add_tensors, in_order, plain, rows, set_broadcast, workspace
 from tilewise.backends.cpu.native import Library, failure
-from tilewise.backends.cpu.planes import Planes
+from tilewise.backends.cpu.planes import nbytes
+from tilewise.backends.cpu.ways import choose_backward, choose_forward
 from tilewise.errors import check_memory
 from tilewise.problem import Call, gradient_like
 
 
 class Repeat:
-    """Forward and backward of tensors like those of `call`."""
+    """Forward and backward of tensors like those of `call`, each in the way that `call` itself goes (ways.py). most: as `choose_forward` has it."""
 
-    def __init__(self, call: Call, planes: Planes, library: Library, isa: int, few: bool) -> None:
+    def __init__(self, call: Call, library: Library, isa: int, most: int) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
-        self.planes = planes
         self.args = plain(rows(call.q), rows(call.k), rows(call.v), call.scale, call.softcap, isa)
-        self.args.planes, self.args.plane_of = self.planes.planes, self.planes.plane_of
+        self.kept = [*choose_forward(self.args, call, most), *choose_backward(self.args, call)]
         args, o_shape, self.lse_shape = self.args, (batch, seqlen_q, heads_q, call.head_dim_v), (batch, heads_q, seqlen_q)
         o = torch.empty(o_shape, dtype=call.q.dtype, device="meta")
         gradients = [gradient_like(x) for x in (call.q, call.k, call.v)]
@@ -29,21 +29,26 @@ class Repeat:
         self.new_dq, self.new_dk, self.new_dv = map(_maker, gradients, (call.q, call.k, call.v))
         for field, x in zip((args.o, args.d_o, args.dq, args.dk, args.dv), (o, o, *gradients), strict=True):
             field.batch, field.seq, field.head, _ = x.stride()
-        self.address, self.few, self.functions = ctypes.addressof(args), few, library.functions
+        self.address, self.functions = ctypes.addressof(args), library.functions
         self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
         self.workspace_bytes: dict[tuple, int] = {}  # of the backward, by number of threads, and what else is asked for
+
+    @property
+    def nbytes(self) -> int:
+        """Of the mask's tables."""
+        return nbytes(self.kept)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """O, always contiguous, and LSE where it is wanted. beside: the tensors of `repeats.Beside`."""
         o = self.new_o(q)
-        lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse else None
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse or self.args.documents else None
         at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not (at_q and at_k and at_v):
             check_memory(q=q, k=k, v=v)
         at_lse, (args, keep) = None if lse is None else lse.data_ptr(), self._with(beside)
-        if status := self.run(self._address(args), self.few, get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
+        if status := self.run(self._address(args), get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
             raise failure(status)
         del keep
         return o, lse
@@ -68,7 +73,7 @@ class Repeat:
         if (d_lse, d_bias, d_sink) != (None, None, None):
             args = args if args is not self.args else abi.Args.from_buffer_copy(args)
             if d_lse is not None:
-                d_lse = d_lse.contiguous()
+                d_lse = in_order(d_lse)
                 args.d_lse = d_lse.data_ptr()
             if d_bias is not None:
                 set_broadcast(args.dbias, d_bias)

@@ -113,12 +113,6 @@ int tw_isa_of(const tw_args* a, int run) {
   return run == TW_RUN_DECODE || (run == TW_RUN_BACKWARD && few_rows(*a)) ? isa_of_few(*a) : isa_for(*a, run == TW_RUN_BACKWARD);
 }
 
-int tw_forward(const tw_args* a) {
-  if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
-  const tw_kernels* kernels = kernels_of(isa_for(*a, false));
-  return kernels ? kernels->forward(*a) : TW_BAD_ISA;
-}
-
 int64_t tw_backward_workspace(const tw_args* a) {
   if (const tw_kernels* few = few_rows(*a)) return few->few_workspace(*a);
   const tw_kernels* kernels = kernels_of(isa_for(*a, true));
@@ -144,17 +138,6 @@ int tw_decode(const tw_args* a) {
 }
 
 namespace {
-
-// A forward by either way; decode's workspace is had for the call.
-int run_forward(tw_args& a, bool few) {
-  if (!few) return tw_forward(&a);
-  void* workspace = nullptr;
-  if (posix_memalign(&workspace, 64, (size_t)tw_decode_workspace(&a) + 64) != 0) return TW_NO_MEMORY;
-  a.workspace = workspace;
-  const int status = tw_decode(&a);
-  free(workspace);
-  return status;
-}
 
 // A document and the work that it is.
 struct Document {
@@ -183,26 +166,24 @@ double time_apart(const Document* documents, int64_t n, int threads) {
 // Packed documents, each a call of its own, whose LSE and largest scores are (heads_q, its rows) and are then put among the others'.
 struct DocumentCalls {
   const tw_args& packed;
-  const int64_t* bounds;
-  const tw_plane* planes;
-  const uint8_t* few;
-  const struct Document* order;
+  const Document* order;
   int* status;
 
   const void* from(const tw_tensor& t, int64_t row) const { return (const char*)t.data + row * t.seq * (packed.dtype == TW_FP32 ? 4 : 2); }
   void run(int64_t d, int threads) const {
-    const int64_t *b = bounds + 4 * d, rows = b[1] - b[0], heads = packed.heads_q;
+    const int64_t *b = packed.bounds + 4 * d, rows = b[1] - b[0], heads = packed.heads_q;
     if (rows == 0) return;
     float* statistics = (float*)malloc((size_t)(2 * heads * rows) * sizeof(float));
     if (!statistics) return fail(TW_NO_MEMORY);
     tw_args a = packed;
     a.threads = threads;
     a.seqlen_q = rows, a.seqlen_k = b[3] - b[2];
-    a.planes = planes + d, a.plane_of = nullptr, a.diagonal = nullptr;
+    a.documents = 0, a.few = packed.document_few[d];
+    a.planes = packed.document_planes + d, a.plane_of = nullptr, a.diagonal = nullptr;
     a.q.data = from(a.q, b[0]), a.o.data = from(a.o, b[0]), a.k.data = from(a.k, b[2]), a.v.data = from(a.v, b[2]);
     a.lse = statistics;
     if (a.row_max) a.row_max = statistics + heads * rows;
-    if (const int failed = run_forward(a, few[d])) fail(failed);
+    if (const int failed = tw_forward(&a)) fail(failed);
     for (int64_t h = 0; h < heads; h++) {
       memcpy(packed.lse + h * packed.seqlen_q + b[0], a.lse + h * rows, (size_t)rows * sizeof(float));
       if (a.row_max) memcpy(packed.row_max + h * packed.seqlen_q + b[0], a.row_max + h * rows, (size_t)rows * sizeof(float));
@@ -217,21 +198,20 @@ void run_document(const void* context, int64_t item, char*) {
   calls.run(calls.order[item].number, 1);
 }
 
-}  // namespace
-
-int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few) {
+int forward_documents(const tw_args& args) {
   int status = TW_OK;
-  Document* order = (Document*)malloc((size_t)(documents + 1) * sizeof(Document));
+  const int64_t documents = args.documents;
+  Document* order = (Document*)malloc((size_t)documents * sizeof(Document));
   if (!order) return TW_NO_MEMORY;
   double all = 0;
   for (int64_t d = 0; d < documents; d++) {
-    const int64_t* b = bounds + 4 * d;
+    const int64_t* b = args.bounds + 4 * d;
     order[d] = {d, (double)(b[1] - b[0]) * (double)(b[3] - b[2] + 16)};  // 16: a row is packed and stored
     all += order[d].work;
   }
   qsort(order, (size_t)documents, sizeof(Document), most_work_first);
-  const double work = all * (double)args->heads_q * (double)(args->head_dim + args->head_dim_v);
-  const int threads = 1 + work / (1 << 20) < args->threads ? (int)(1 + work / (1 << 20)) : args->threads;
+  const double work = all * (double)args.heads_q * (double)(args.head_dim + args.head_dim_v);
+  const int threads = 1 + work / (1 << 20) < args.threads ? (int)(1 + work / (1 << 20)) : args.threads;
   // The largest are shared out among all threads, as many of them as it takes until the others, a thread each, leave nobody waiting for 3 % of the time.
   int64_t shared = 0;
   double rest = all;
@@ -239,19 +219,39 @@ int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* 
     const int64_t more = shared / 2 + 1;
     for (int64_t end = shared + more < documents ? shared + more : documents; shared < end; shared++) rest -= order[shared].work;
   }
-  const DocumentCalls calls = {*args, bounds, planes, few, order + shared, &status};
-  for (int64_t d = 0; d < shared; d++) calls.run(order[d].number, args->threads);
+  const DocumentCalls calls = {args, order + shared, &status};
+  for (int64_t d = 0; d < shared; d++) calls.run(order[d].number, args.threads);
   const tw_phase phase = {run_document, documents - shared, true};
   const int ran = tw_run(&phase, 1, threads, 64, &calls);
   free(order);
   return status ? status : ran;
 }
 
-int tw_repeat(const tw_args* prepared, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse) {
+// Decode's kernels, in a workspace that is had for the call.
+int forward_of_few(tw_args a) {
+  void* workspace = nullptr;
+  if (posix_memalign(&workspace, 64, (size_t)tw_decode_workspace(&a) + 64) != 0) return TW_NO_MEMORY;
+  a.workspace = workspace;
+  const int status = tw_decode(&a);
+  free(workspace);
+  return status;
+}
+
+}  // namespace
+
+int tw_forward(const tw_args* a) {
+  if (a->abi_version != TW_ABI_VERSION) return TW_BAD_ABI;
+  if (a->documents) return forward_documents(*a);
+  if (a->few) return forward_of_few(*a);
+  const tw_kernels* kernels = kernels_of(isa_for(*a, false));
+  return kernels ? kernels->forward(*a) : TW_BAD_ISA;
+}
+
+int tw_repeat(const tw_args* prepared, int threads, const void* q, const void* k, const void* v, void* o, float* lse) {
   tw_args a = *prepared;
   a.threads = threads;
   a.q.data = q, a.k.data = k, a.v.data = v, a.o.data = o, a.lse = lse;
-  return run_forward(a, few);
+  return tw_forward(&a);
 }
 
 int tw_repeat_backward(const tw_args* prepared, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,

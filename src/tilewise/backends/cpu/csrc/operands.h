@@ -20,6 +20,8 @@ struct Operand {
   Operand from(int64_t row) const { return {words + row * stride, stride}; }
 };
 
+TW_INLINE bool aligned(const char* p) { return (uintptr_t)p % 4 == 0; }  // as torch.frombuffer's tensors need not be
+
 constexpr int64_t kPad = 16;  // head dimensions are padded to this in scratch
 
 // The first n <= 4 L bytes as a vector; zeros beyond.
@@ -37,7 +39,7 @@ struct Single {
   TW_INLINE float weight(const float* words, int64_t stride, int64_t k) { return words[k * stride]; }  // of depth k
 
   static Operand broadcast_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype) {
-    if (dtype == TW_FP32) return {(const float*)in, stride};
+    if (dtype == TW_FP32 && aligned(in)) return {(const float*)in, stride};
     load_rows(scratch, round_up(dim, kPad), in, stride, rows, dim, dtype);
     return {scratch, round_up(dim, kPad)};
   }
@@ -45,7 +47,7 @@ struct Single {
   // Rows that lie densely, or serve a few query rows only (`briefly`), are used where they are; others are copied, because a power-of-two stride would
   // use only a few sets of the L1 cache.
   static Operand vector_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int dtype, bool briefly = false) {
-    if (dtype == TW_FP32 && dim % kPad == 0 && (briefly || stride <= 2 * dim)) return {(const float*)in, stride};
+    if (dtype == TW_FP32 && aligned(in) && dim % kPad == 0 && (briefly || stride <= 2 * dim)) return {(const float*)in, stride};
     load_rows(scratch, round_up(dim, kPad), in, stride, rows, dim, dtype);
     return {scratch, round_up(dim, kPad)};
   }
@@ -83,7 +85,7 @@ struct Pairs {
 
   // An odd number of rows is followed by a row of zeros, so that keys can be taken two by two.
   static Operand broadcast_rows(float* scratch, const char* in, int64_t stride, int64_t rows, int64_t dim, int) {
-    if (dim % 2 == 0 && stride % 2 == 0 && rows % 2 == 0 && (uintptr_t)in % 4 == 0) return {(const float*)in, stride / 2};
+    if (dim % 2 == 0 && stride % 2 == 0 && rows % 2 == 0 && aligned(in)) return {(const float*)in, stride / 2};
     const int64_t words = round_up(dim, 2 * kPad) / 2;
     for (int64_t r = 0; r < rows + rows % 2; r++)
       for (int64_t c = 0; c < words; c += L)

@@ -1,7 +1,12 @@
 // See threads.h. The pool is the process's own OpenMP runtime when its GOMP_parallel was handed over (torch's, so that torch.set_num_threads and
-// its workers serve both); otherwise, and in a forked child, whose inherited pool has no threads, plain threads for the one call.
+// its workers serve both). Plain threads are started for the one call otherwise, where the pool's have small stacks, and in a forked child, whose
+// inherited pool has no threads: whether the parent had called the kernel, torch alone, or not even loaded this file, a child cannot tell.
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE  // pthread_getattr_np
+#endif
 #include "threads.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -17,7 +22,10 @@ namespace {
 
 typedef void (*gomp_parallel_t)(void (*)(void*), void*, unsigned, unsigned);
 gomp_parallel_t gomp_parallel = nullptr;
-pid_t pool_owner = 0;  // the process that runs the shared pool; 0: nobody yet
+pid_t pool_owner = 0;  // the process that runs the shared pool; 0: nobody yet, -1: nobody ever
+bool narrow_pool = false;  // a thread of the pool had no room (OMP_STACKSIZE)
+
+constexpr size_t kOwnStack = (size_t)1 << 20, kRoom = (size_t)64 << 10;  // bytes of our threads' stacks; of what a job takes, three times over
 
 // Freed at thread exit; larger requests are not kept.
 constexpr size_t kKeepBytes = (size_t)8 << 20;
@@ -25,6 +33,7 @@ struct Scratch {
   char* memory;
   size_t bytes;
   int share;  // of a job, that the thread begins with
+  const char* stack;  // its lowest address; null where the system does not say
 };
 pthread_key_t scratch_key;
 pthread_once_t scratch_once = PTHREAD_ONCE_INIT;
@@ -39,13 +48,25 @@ char* allocate(size_t bytes) {
   return posix_memalign(&p, 64, bytes) == 0 ? (char*)p : nullptr;
 }
 
+const char* lowest_of_stack() {
+  void* lowest = nullptr;
+#if defined(__GLIBC__)
+  pthread_attr_t attributes;
+  size_t bytes;
+  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return nullptr;
+  if (pthread_attr_getstack(&attributes, &lowest, &bytes) != 0) lowest = nullptr;
+  pthread_attr_destroy(&attributes);
+#endif
+  return (const char*)lowest;
+}
+
 // What the thread keeps; null where there is no memory for it.
 Scratch* thread_scratch() {
   pthread_once(&scratch_once, make_scratch_key);
   Scratch* s = (Scratch*)pthread_getspecific(scratch_key);
   if (s) return s;
   s = (Scratch*)calloc(1, sizeof(Scratch));
-  if (s) s->share = 1;
+  if (s) s->share = 1, s->stack = lowest_of_stack();
   if (s && pthread_setspecific(scratch_key, s) == 0) return s;
   free(s);
   return nullptr;
@@ -58,6 +79,11 @@ char* kept_memory(Scratch* s, size_t bytes) {
     s->bytes = s->memory ? bytes : 0;
   }
   return s->memory;
+}
+
+// Whether the rest of the thread's stack holds a job.
+bool has_room(const Scratch* s) {
+  return !s || !s->stack || (size_t)((const char*)__builtin_frame_address(0) - s->stack) >= kRoom;
 }
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -129,6 +155,7 @@ void wait_for(const Job& job, int phase) {
 void worker(void* p) {
   Job& job = *(Job*)p;
   Scratch* kept = thread_scratch();
+  if (!has_room(kept)) return __atomic_store_n(&narrow_pool, true, __ATOMIC_RELAXED);
   const bool keep = job.scratch_bytes <= kKeepBytes;
   char* scratch = !keep ? allocate(job.scratch_bytes) : kept ? kept_memory(kept, job.scratch_bytes) : nullptr;
   if (!scratch) return;
@@ -156,22 +183,78 @@ void* thread_main(void* p) {
   return nullptr;
 }
 
+bool start(pthread_t* id, void* (*main)(void*), void* given) {
+  pthread_attr_t attributes;
+  if (pthread_attr_init(&attributes) != 0) return false;
+  const bool started = pthread_attr_setstacksize(&attributes, kOwnStack) == 0 && pthread_create(id, &attributes, main, given) == 0;
+  pthread_attr_destroy(&attributes);
+  return started;
+}
+
 void run_on_own_threads(Job& job, int threads) {
   pthread_t* ids = (pthread_t*)malloc(sizeof(pthread_t) * (size_t)threads);
   int started = 0;
   if (ids)
-    while (started < threads - 1 && pthread_create(&ids[started], nullptr, thread_main, &job) == 0) started++;
+    while (started < threads - 1 && start(&ids[started], thread_main, &job)) started++;
   worker(&job);
   for (int t = 0; t < started; t++) pthread_join(ids[t], nullptr);
   free(ids);
 }
 
-// True for the process that first asked: GNU OpenMP's threads do not survive a fork.
+// Whether this process was forked and has run no other program since: bit 0x40, PF_FORKNOEXEC, of the ninth field of its stat.
+bool forked() {
+  char text[512];
+  const int file = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return false;
+  const ssize_t bytes = read(file, text, sizeof text - 1);
+  close(file);
+  text[bytes > 0 ? bytes : 0] = 0;
+  const char* at = strrchr(text, ')');  // behind the name, in which anything may stand
+  for (int field = 0; at && field < 7; field++) at = strchr(at + 1, ' ');
+  return at && (strtoul(at, nullptr, 10) & 0x40) != 0;
+}
+
+// True for the process that first asked, unless that was forked: GNU OpenMP's threads do not survive a fork.
 bool owns_pool() {
   const pid_t me = getpid();
   pid_t owner = __atomic_load_n(&pool_owner, __ATOMIC_ACQUIRE);
-  if (owner == 0 && __atomic_compare_exchange_n(&pool_owner, &owner, me, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return true;
+  if (owner == 0) {
+    const pid_t mine = forked() ? -1 : me;
+    if (__atomic_compare_exchange_n(&pool_owner, &owner, mine, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) owner = mine;
+  }
   return owner == me;
+}
+
+struct Run {
+  const tw_phase* phases;
+  int n_phases, threads;
+  size_t scratch_bytes;
+  const void* context;
+  int status;
+};
+
+__attribute__((noinline)) void run_here(Run& run) {  // a job is 16 KB of stack
+  Job job;                                           // mostly not looked at, and so not cleared
+  job.phases = run.phases, job.n_phases = run.n_phases, job.threads = run.threads;
+  job.shares = run.threads < kMaxShares ? run.threads : kMaxShares;
+  job.context = run.context, job.scratch_bytes = (run.scratch_bytes + 4096) & ~(size_t)4095;
+  deal(job);
+  if (Scratch* kept = thread_scratch()) kept->share = 0;
+  if (run.threads == 1)
+    worker(&job);
+  else if (gomp_parallel && !__atomic_load_n(&narrow_pool, __ATOMIC_RELAXED) && owns_pool())
+    gomp_parallel(worker, &job, (unsigned)run.threads, 0);
+  else
+    run_on_own_threads(job, run.threads);
+  // A thread without memory leaves its share to the others; all of them failing leaves items undone.
+  run.status = TW_OK;
+  for (int p = 0; p < run.n_phases; p++)
+    if (job.finished[p] < run.phases[p].items) run.status = TW_NO_MEMORY;
+}
+
+void* run_apart(void* run) {
+  run_here(*(Run*)run);
+  return nullptr;
 }
 
 }  // namespace
@@ -184,22 +267,13 @@ int tw_run(const tw_phase* phases, int n_phases, int threads, size_t scratch_byt
   }
   if (items == 0) return TW_OK;
   if (threads > widest) threads = (int)widest;
-  if (threads < 1) threads = 1;
-  Job job;  // mostly not looked at, and so not cleared
-  job.phases = phases, job.n_phases = n_phases, job.threads = threads, job.shares = threads < kMaxShares ? threads : kMaxShares;
-  job.context = context, job.scratch_bytes = (scratch_bytes + 4096) & ~(size_t)4095;
-  deal(job);
-  if (Scratch* kept = thread_scratch()) kept->share = 0;
-  if (threads == 1)
-    worker(&job);
-  else if (gomp_parallel && owns_pool())
-    gomp_parallel(worker, &job, (unsigned)threads, 0);
-  else
-    run_on_own_threads(job, threads);
-  // A thread without memory leaves its share to the others; all of them failing leaves items undone.
-  for (int p = 0; p < n_phases; p++)
-    if (job.finished[p] < phases[p].items) return TW_NO_MEMORY;
-  return TW_OK;
+  Run run = {phases, n_phases, threads < 1 ? 1 : threads, scratch_bytes, context, TW_NO_MEMORY};
+  pthread_t apart;
+  if (has_room(thread_scratch()))
+    run_here(run);
+  else if (start(&apart, run_apart, &run))
+    pthread_join(apart, nullptr);
+  return run.status;
 }
 
 void tw_set_gomp_parallel(void* f) { gomp_parallel = (gomp_parallel_t)f; }

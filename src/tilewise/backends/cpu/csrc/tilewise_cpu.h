@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 6
+#define TW_ABI_VERSION 7
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -70,7 +70,15 @@ typedef struct {
   uint32_t dropout_key[2], dropout_offset;  // Philox key and last counter word
   uint32_t dropout_threshold;               // a pair is kept iff its random word >= threshold
   float dropout_rescale;                    // 1 / (1 - p); 0: no dropout
-  int32_t pad1;
+
+  // Forward only: its way. few: by decode's kernels, key by key. documents > 0: each packed document of `args` (batch 1) as if it were called alone, so
+  // that it has the bits of that. Row d of `bounds` is its queries and keys, q0 q1 k0 k1, every query in one document; document_planes[d] is its mask, in
+  // its own rows and keys, and document_few[d] its `few`. lse is given then.
+  int32_t few;
+  int64_t documents;
+  const int64_t* bounds;
+  const tw_plane* document_planes;
+  const uint8_t* document_few;
 
   // Decode only: valid keys of each batch (null: seqlen_k; the bands hold no others), and a page table (null: none), where page p of batch b
   // starts at k.data + page_table[b * page_table_stride + p] * k.batch and holds page_size keys.
@@ -107,14 +115,11 @@ TW_EXPORT int tw_forward(const tw_args* args);
 // The instruction set whose kernels a forward, backward or decode of these arguments runs, or -1 where it is not to be had.
 enum { TW_RUN_FORWARD = 0, TW_RUN_BACKWARD = 1, TW_RUN_DECODE = 2 };
 TW_EXPORT int tw_isa_of(const tw_args* args, int run);
-// tw_forward, or with `few` tw_decode in a workspace of its own, of arguments prepared once and other tensors of the same shapes and strides.
-TW_EXPORT int tw_repeat(const tw_args* args, int few, int threads, const void* q, const void* k, const void* v, void* o, float* lse);
+// tw_forward of arguments prepared once and other tensors of the same shapes and strides.
+TW_EXPORT int tw_repeat(const tw_args* args, int threads, const void* q, const void* k, const void* v, void* o, float* lse);
 // Likewise tw_backward; d_o, dq, dk, dv have the strides that the arguments give them.
 TW_EXPORT int tw_repeat_backward(const tw_args* args, int threads, const void* q, const void* k, const void* v, const void* o, const float* lse,
                                  const void* d_o, void* dq, void* dk, void* dv, void* workspace);
-// tw_forward, or tw_decode where few[d], of each packed document d of `args` (batch 1) as if it were called alone, so that it has the bits of that. Row d
-// of `bounds` is its queries and keys, q0 q1 k0 k1 (int64), and planes[d] its mask, in its own rows and keys. lse and row_max are given.
-TW_EXPORT int tw_forward_documents(const tw_args* args, int64_t documents, const int64_t* bounds, const tw_plane* planes, const uint8_t* few);
 TW_EXPORT int64_t tw_backward_workspace(const tw_args* args);
 TW_EXPORT int tw_backward(const tw_args* args);
 TW_EXPORT int64_t tw_decode_workspace(const tw_args* args);
