@@ -66,7 +66,10 @@ def _guarded(function: Function, told: Callable[[Exception], str]) -> Function:
     made: dict[str, Any] = {}
     exec(compile(text, f"<{__name__} of {function.__name__}>", "exec"), globals(), made)
     call = functools.wraps(function)(made["guard"](function, told))
-    call.__defaults__, call.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    given = {each.name: each.default for each in taken if each.default is not each.empty}
+    by_keyword = {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
+    call.__defaults__ = tuple(x for name, x in given.items() if name not in by_keyword) or None
+    call.__kwdefaults__ = {name: x for name, x in given.items() if name in by_keyword} or None
     return call
 
 
