@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewise.bench.sets import Workload
 from tilewise.bench.store import load
-from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Full
 
 
