@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise
 from tilewise.bench.provenance import provenance
+from tilewise.bench.sets import Workload
 from tilewise.bench.store import Row, append
 from tilewise.bench.timing import interleave
-from tilewise.bench.workloads import Workload
 from tilewise.machine.roofline import DIRECTIONS
 from tilewise.masks import Causal, Full, Mask
 

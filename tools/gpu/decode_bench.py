@@ -27,7 +27,7 @@ import tilewise as tw
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import prefix, repeat
-from tilewise.bench import decode_cells
+from tilewise.bench.sets import decode as decode_cells
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.problem import DecodeCall
 from tilewise.testing import tolerance

@@ -16,10 +16,11 @@ import torch
 
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.forward.config import Config
-from tilewise.bench import impls, tune
+from tilewise.bench import peers as impls
+from tilewise.bench import tune
 from tilewise.bench.runner import Timing, run
+from tilewise.bench.sets import Workload
 from tilewise.bench.store import append
-from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call
 
