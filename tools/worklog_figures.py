@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
-from tilewise.bench.ladder_tables import PLACE, cells_of
 from tilewise.bench.plots import COLOURS
 from tilewise.bench.store import load
+from tilewise.bench.tables.ladder import PLACE, cells_of
 from tilewise.display.style import STYLE
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes

@@ -146,8 +146,8 @@ def rungs_of(names: list[str]) -> list:
 
 def calls_of(arguments) -> list[tuple]:
     """(workload, contender) for all that are asked for; ValueError where there is none."""
-    from tilewise.bench.impls import find
-    from tilewise.bench.selectors import chosen, workloads_from
+    from tilewise.bench.peers import find
+    from tilewise.bench.sets import chosen, workloads_from
 
     found = workloads_from({"set": arguments.set, "dtype": arguments.dtype, "direction": arguments.direction})
     return [(workload, impl) for workload in chosen(found, arguments.only) for impl in find(arguments.impls)]

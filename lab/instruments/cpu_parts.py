@@ -20,11 +20,12 @@ from torch import Tensor
 
 from tilewise.backends.cpu import Cpu
 from tilewise.backends.cpu.arguments import workspace
-from tilewise.bench.impls import find
+from tilewise.bench.peers import find
 from tilewise.bench.provenance import provenance
 from tilewise.bench.runner import call_of
+from tilewise.bench.sets import Workload
+from tilewise.bench.sets.named import cpu_table
 from tilewise.bench.timing import interleave
-from tilewise.bench.workloads import Workload, cpu_table
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call
 from tilewise.runtime.repeats import ALONE

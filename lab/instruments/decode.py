@@ -26,9 +26,9 @@ from choices import named
 from rows import Rows, compile_ahead
 
 import tilewise as tw
-from tilewise.bench import decode_cells
-from tilewise.bench.decode_cells import Caches, Cell
 from tilewise.bench.provenance import provenance
+from tilewise.bench.sets import decode as decode_cells
+from tilewise.bench.sets.decode import Caches, Cell
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, SlidingWindow
 from tilewise.problem import DecodeCall

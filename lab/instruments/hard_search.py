@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 
-from tilewise.bench.distributions import LARGEST_PRODUCT, LARGEST_VALUE, Distribution, Inputs, Source
-from tilewise.bench.impls import Tilewise
+from tilewise.bench.peers.tilewise import Tilewise
 from tilewise.bench.provenance import provenance
 from tilewise.bench.runner import TIME_SEED, call_of
-from tilewise.bench.selectors import mask_from
+from tilewise.bench.sets import DTYPES, Workload, mask_from
+from tilewise.bench.sets.distributions import LARGEST_PRODUCT, LARGEST_VALUE, Distribution, Inputs, Source
 from tilewise.bench.timing import Stats, interleave
-from tilewise.bench.workloads import DTYPES, Workload
 from tilewise.machine.roofline import DIRECTIONS
 
 TOGETHER = 4  # candidates that are timed in turns with one call on normal inputs

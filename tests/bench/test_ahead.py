@@ -9,9 +9,8 @@ import torch
 
 from tilewise.bench import ahead
 from tilewise.bench.ahead import compile_ahead, jobs
-from tilewise.bench.impls import Naive, Sdpa, Tilewise, known
-from tilewise.bench.models import model_shapes
-from tilewise.bench.workloads import Workload
+from tilewise.bench.peers import Naive, Sdpa, Tilewise, known
+from tilewise.bench.sets import Workload, model_shapes
 from tilewise.masks import Causal, SlidingWindow
 
 CPU = torch.device("cpu")

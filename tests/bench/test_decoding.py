@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewise.bench import decode_cells, decode_tables, decoding, markers
-from tilewise.bench.decode_cells import NAME, Cell, Pool, prefix_cell, ragged_cells
-from tilewise.bench.decode_cells import decode_cells as cells_of_set
-from tilewise.bench.decode_impls import FlashAttention, FlashInfer, Sdpa, Tilewise, find, known
-from tilewise.bench.decode_plots import decode_svg, save_decoding
-from tilewise.bench.decoding import Gate, measure
-from tilewise.bench.runner import Timing
+from tilewise.bench import runner, tables
+from tilewise.bench.gate import DecodeGate
+from tilewise.bench.peers import FlashAttentionDecode, FlashInfer, SdpaDecode, TilewiseDecode, find_for_decode, known_for_decode
+from tilewise.bench.plots import decode_svg, save_decoding
+from tilewise.bench.runner import Timing, run_decode
+from tilewise.bench.sets.decode import COLD_BYTES, DECODE, MOST_COPIES, Cell, Pool, prefix_cell, ragged_cells, title_of
+from tilewise.bench.sets.decode import decode_cells as cells_of_set
 from tilewise.bench.store import append, load
+from tilewise.bench.tables.best_peer import WHY, _us_of, cells_of_decode, decode_tables, fnmatchcase, rungs_table
 from tilewise.cli import grammar
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ QUICK = Timing(budget_s=0.0)
 
 @pytest.fixture(scope="module")
 def rows():
-    return measure(CELLS, [Tilewise(), Sdpa("math"), Sdpa("cudnn"), FlashInfer()], device=CPU, timing=QUICK)
+    return run_decode(CELLS, [TilewiseDecode(), SdpaDecode("math"), SdpaDecode("cudnn"), FlashInfer()], device=CPU, timing=QUICK)
 
 
 def test_the_set_is_what_it_says():
@@ -56,7 +57,7 @@ def test_titles_cases_and_bytes():
     assert cell.bytes == cell.copy_bytes == 16 * 8192 * 8 * 128 * 2 * 2
     assert cell.flops == 4 * 16 * 8192 * 32 * 128
     assert replace(cell, new=2).flops == 4 * 16 * (2 * 8192 - 1) * 32 * 128
-    assert cell.case["page"] == 64 and cell.case["direction"] == NAME and cell.case["tokens"] == 16 * 8192
+    assert cell.case["page"] == 64 and cell.case["direction"] == DECODE and cell.case["tokens"] == 16 * 8192
     assert CELLS[2].copy_bytes == 2 * 4 * (1 + 5 + 3) * 8 * 2 * 16
 
 
@@ -102,7 +103,7 @@ def test_a_pool_grows_and_is_used_again():
 def test_rows_are_complete(rows):
     assert len(rows) == 16
     for row in rows:
-        assert row.name == NAME and row.bytes > 0 and row.flops > 0 and row.environment["torch"] == torch.__version__
+        assert row.name == DECODE and row.bytes > 0 and row.flops > 0 and row.environment["torch"] == torch.__version__
         if row.impl == "tilewise":
             assert row.passed and row.clock == "wall" and row.samples >= 3 and row.error < 1e-5 and row.ceiling_share > 0
     reasons = {row.case["page"]: row.reason for row in rows if row.impl == "sdpa:math"}
@@ -112,7 +113,7 @@ def test_rows_are_complete(rows):
 
 
 def test_results_that_are_wrong_are_not_timed():
-    class Wrong(Tilewise):
+    class Wrong(TilewiseDecode):
         name = "wrong"
 
         def prepare(self, caches):
@@ -125,7 +126,7 @@ def test_results_that_are_wrong_are_not_timed():
         name = "blind"
 
         def prepare(self, caches):
-            return Tilewise.prepare(self, replace(caches, seqlens=torch.full_like(caches.seqlens, 40)))
+            return TilewiseDecode.prepare(self, replace(caches, seqlens=torch.full_like(caches.seqlens, 40)))
 
     class Failing(Wrong):
         name = "failing"
@@ -133,7 +134,7 @@ def test_results_that_are_wrong_are_not_timed():
         def prepare(self, caches):
             raise RuntimeError("no kernel\nat all")
 
-    wrong, blind, failing, right = measure(CELLS[2:3], [Wrong(), Blind(), Failing(), Tilewise()], device=CPU, timing=QUICK)
+    wrong, blind, failing, right = run_decode(CELLS[2:3], [Wrong(), Blind(), Failing(), TilewiseDecode()], device=CPU, timing=QUICK)
     assert wrong.passed is False and wrong.median_s is None and wrong.reason.startswith("missed the tolerance")
     assert blind.passed is False
     assert failing.passed is None and failing.reason == "cannot run this: RuntimeError: no kernel"
@@ -142,7 +143,7 @@ def test_results_that_are_wrong_are_not_timed():
 
 def test_the_gate_looks_at_the_longest_the_shortest_and_the_last():
     caches = Pool(CPU).caches(Cell(lengths=(9, 40, 5, 8, 17), page=8, **SMALL))
-    gate, right = Gate(caches), Tilewise().prepare(caches)
+    gate, right = DecodeGate(caches), TilewiseDecode().prepare(caches)
     assert gate.sequences == [1, 2, 4]
     for b in gate.sequences:
 
@@ -159,44 +160,44 @@ def test_the_gate_looks_at_the_longest_the_shortest_and_the_last():
 
 def test_a_cell_without_the_memory_says_so(monkeypatch):
     monkeypatch.setattr(Pool, "_numbers", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
-    (row,) = measure(CELLS[:1], [Tilewise()], device=CPU, timing=QUICK)
-    assert row.median_s is None and row.reason == "this cell cannot be measured: OutOfMemoryError: too much"
+    (row,) = run_decode(CELLS[:1], [TilewiseDecode()], device=CPU, timing=QUICK)
+    assert row.median_s is None and row.reason == "this workload cannot be measured: OutOfMemoryError: too much"
 
 
 def test_calls_take_turns_with_the_copies():
     seen = []
-    run = decoding._next(seen.append, 3)
+    run = runner._next(seen.append, 3)
     for _ in range(7):
         run()
     assert seen == [0, 1, 2, 0, 1, 2, 0]
     seen.clear()
-    decoding._all(seen.append, 3)()
+    runner._all(seen.append, 3)()
     assert seen == [0, 1, 2]
 
 
 def test_limit_keep_and_progress():
     kept, told = [], []
-    rows = measure(CELLS[:2], [Tilewise()], timing=QUICK, keep=kept.append, progress=lambda *each: told.append(each))
+    rows = run_decode(CELLS[:2], [TilewiseDecode()], timing=QUICK, keep=kept.append, progress=lambda *each: told.append(each))
     assert [row for each in kept for row in each] == rows and told[-1] == (2, 2, "done")
-    assert measure(CELLS, [Tilewise()], timing=QUICK, limit_s=-1.0) == []
+    assert run_decode(CELLS, [TilewiseDecode()], timing=QUICK, limit_s=-1.0) == []
 
 
 def test_contenders_by_name():
-    assert [impl.name for impl in find()] == list(dict.fromkeys(impl.name for impl in find())) and {
-        impl.name for impl in find()
-    } <= known().keys()
+    assert [impl.name for impl in find_for_decode()] == list(dict.fromkeys(impl.name for impl in find_for_decode())) and {
+        impl.name for impl in find_for_decode()
+    } <= known_for_decode().keys()
     with pytest.raises(ValueError, match="impl is 'naive'; for the set decode it must be among tilewise"):
-        find("tilewise,naive")
+        find_for_decode("tilewise,naive")
     cuda = torch.device("cuda")
-    assert "it takes pages of multiples of 256 tokens" in FlashAttention("fa2", "no_such", 256).why_not(CELLS[1], cuda)
-    assert FlashAttention("fa2", "no_such", 256).why_not(CELLS[0], cuda) == ["no_such is not installed"]
+    assert "it takes pages of multiples of 256 tokens" in FlashAttentionDecode("fa2", "no_such", 256).why_not(CELLS[1], cuda)
+    assert FlashAttentionDecode("fa2", "no_such", 256).why_not(CELLS[0], cuda) == ["no_such is not installed"]
     assert "it takes pages only" in FlashInfer().why_not(CELLS[0], cuda)
-    assert "it is called with one new token only" in known()["flashinfer:xqa"].why_not(CELLS[2], cuda)
-    d2 = known()["d2"]
+    assert "it is called with one new token only" in known_for_decode()["flashinfer:xqa"].why_not(CELLS[2], cuda)
+    d2 = known_for_decode()["d2"]
     assert (
         len(d2.why_not(CELLS[2], cuda)) == 2 and "d2 runs on a Hopper GPU" in d2.why_not(CELLS[0], CPU) and not d2.why_not(CELLS[0], cuda)
     )
-    assert Sdpa("cudnn").why_not(CELLS[0], cuda) == [] and len(Sdpa("cudnn").why_not(CELLS[2], cuda)) == 2
+    assert SdpaDecode("cudnn").why_not(CELLS[0], cuda) == [] and len(SdpaDecode("cudnn").why_not(CELLS[2], cuda)) == 2
 
 
 def timed(rows, **more):
@@ -215,60 +216,60 @@ def of_a_gpu():
     cells = [cell for cell in cells_of_set() if cell.longest in (1024, 8192) and cell.batch in (1, 16)]
     cells += [*ragged_cells()[:2], prefix_cell()]
     blank = [
-        replace(decoding._blank("tilewise", cell), environment={"device": "NVIDIA H100", "torch": "2", "date": "2026-01-01"})
+        replace(runner._blank_of_cell(TilewiseDecode(), cell), environment={"device": "NVIDIA H100", "torch": "2", "date": "2026-01-01"})
         for cell in cells
     ]
     return timed(blank)
 
 
 def test_tables(of_a_gpu):
-    text = decode_tables.decode_tables(of_a_gpu)
+    text = decode_tables(of_a_gpu)
     assert "32 query and 8 key heads of 128, 1 new token:" in text and "64 query and 8 key heads of 128, 4 new tokens:" in text
     us = 16 * 8192 * 8 * 128 * 4 / 2e6
     assert f"| 16 x 8k | {us:,.1f} (2.00) | {2 * us:,.1f} fa3 | 2.00 |" in text
     assert "Ragged batches" in text and "| b64 prefix-9k 32:8 p64 q1 | 73,728 |" in text
     assert "- adding up the pieces of one key head takes longer than reading its keys (0.50 to 0.50): b1 1k 32:1 p0 q1" in text
     assert "Ahead of the fastest peer in" in text and "Measured on NVIDIA H100" in text and "UNEXPLAINED" not in text
-    assert decode_tables.decode_tables([]) == "Not measured yet."
+    assert decode_tables([]) == "Not measured yet."
 
 
 def test_the_ladders_rungs_beside_others(of_a_gpu):
-    assert decode_tables.rungs_table(of_a_gpu) == "Not measured yet."
+    assert rungs_table(of_a_gpu) == "Not measured yet."
     first = [row for row in of_a_gpu if row.case["page"] == 0 and row.case["seqlen_q"] == 1][:2]
     rungs = [replace(first[0], impl=name, median_s=first[0].median_s * times) for name, times in (("d1", 4.0), ("d2", 3.0))]
     us = first[0].median_s * 1e6
-    text = decode_tables.rungs_table([*first, *rungs])
+    text = rungs_table([*first, *rungs])
     assert f"| 1 x 1k, heads 32:8 | {4 * us:,.1f} (0.50) | {3 * us:,.1f} (0.67) | {us:,.1f} (2.00) | {2 * us:,.1f} (1.00) fa3 |" in text
-    (cell,) = decode_tables.measured([*first, *rungs])
+    (cell,) = cells_of_decode([*first, *rungs])
     assert cell.best.impl == "fa3"
 
 
 def test_every_pattern_of_why_is_of_a_cell():
     titles = [cell.title for cell in cells_of_set()]
-    for pattern in decode_tables.WHY:
-        assert any(decode_tables.fnmatchcase(title, pattern) for title in titles), pattern
+    for pattern in WHY:
+        assert any(fnmatchcase(title, pattern) for title in titles), pattern
 
 
 def test_titles_of_rows_are_those_of_cells():
     for cell in [*CELLS, prefix_cell(), *ragged_cells()]:
-        assert decode_tables.Measured(cell.case).title == cell.title
+        assert title_of(cell.case) == cell.title
 
 
 def test_later_rows_replace_earlier_ones(of_a_gpu):
     mine = of_a_gpu[0]
     faster, wrong = replace(mine, median_s=mine.median_s / 2), replace(mine, clock="none", median_s=None, passed=False, reason="missed")
-    (cell,) = decode_tables.measured([mine, faster])
+    (cell,) = cells_of_decode([mine, faster])
     assert cell.mine is faster
-    (cell,) = decode_tables.measured([mine, wrong])
-    assert cell.mine is None and "wrong" in decode_tables._numbers(cell)
-    (cell,) = decode_tables.measured([wrong, mine])
+    (cell,) = cells_of_decode([mine, wrong])
+    assert cell.mine is None and "wrong" in _us_of(cell)
+    (cell,) = cells_of_decode([wrong, mine])
     assert cell.mine is mine
 
 
 def test_the_table_between_markers(of_a_gpu, rows):
     text = "<!-- tilewise:begin decode:decode::h100 -->\n<!-- tilewise:end decode:decode::h100 -->\n"
-    assert "| 16 x 8k |" in markers.fill(text, [*rows, *of_a_gpu])
-    assert "Not measured yet." in markers.fill(text, rows)
+    assert "| 16 x 8k |" in tables.fill(text, [*rows, *of_a_gpu])
+    assert "Not measured yet." in tables.fill(text, rows)
 
 
 def test_the_chart(of_a_gpu, rows, tmp_path):
@@ -296,13 +297,13 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
 
 def test_contenders_that_take_none_of_the_cells_have_no_rows_but_when_asked(tmp_path, monkeypatch):
     monkeypatch.setattr("tilewise.cli.decoding.decode_cells", lambda most: CELLS)
-    monkeypatch.setattr("tilewise.cli.decoding.CONTENDERS", "tilewise,fa2,flashinfer")  # of which GPUs alone have the last two
+    monkeypatch.setattr("tilewise.cli.decoding.FOR_DECODE", "tilewise,fa2,flashinfer")  # of which GPUs alone have the last two
     command = ["bench", "--set", "decode", "--device", "cpu", "--check", "--only", "b2 20 *", "--out"]
     assert grammar.main([*command, str(tmp_path / "usual")]) == 0
     assert {row.impl for row in load(tmp_path / "usual")} == {"tilewise"}
     assert grammar.main([*command, str(tmp_path / "asked"), "--impl", "tilewise,fa2"]) == 0
     assert {row.impl for row in load(tmp_path / "asked")} == {"tilewise", "fa2"}
-    monkeypatch.setattr("tilewise.cli.decoding.CONTENDERS", "fa2,flashinfer")
+    monkeypatch.setattr("tilewise.cli.decoding.FOR_DECODE", "fa2,flashinfer")
     grammar.main([*command, str(tmp_path / "none")])
     assert {row.impl for row in load(tmp_path / "none")} == {"fa2", "flashinfer"} and all(row.reason for row in load(tmp_path / "none"))
 
@@ -319,6 +320,6 @@ def test_reports_draw_and_leave_out_what_charts_cannot_show(of_a_gpu, tmp_path):
 
 def test_copies_are_cold(monkeypatch):
     cell = Cell(lengths=(1024,), heads_q=32, heads_k=8)
-    monkeypatch.setattr(decode_cells, "COLD_BYTES", 10 * cell.bytes)
-    assert len(Pool(CPU, cold_bytes=decode_cells.COLD_BYTES).caches(cell).copies) == 10
-    assert decode_cells.MOST_COPIES * cell.bytes > 160e6
+    assert COLD_BYTES < 160e6 + 1
+    assert len(Pool(CPU, cold_bytes=10 * cell.bytes).caches(cell).copies) == 10
+    assert MOST_COPIES * cell.bytes > 160e6

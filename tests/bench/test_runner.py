@@ -8,10 +8,10 @@ import torch
 from tilewise import bench
 from tilewise.bench import runner
 from tilewise.bench.gate import LARGEST_SCORES, sample_of, verify
-from tilewise.bench.impls import Naive, Sdpa, Tilewise
+from tilewise.bench.peers import Naive, Sdpa, Tilewise
 from tilewise.bench.runner import run
+from tilewise.bench.sets import Workload
 from tilewise.bench.timing import Stats
-from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Dense, PerHead, SlidingWindow
 
 CPU = torch.device("cpu")

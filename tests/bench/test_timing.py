@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from tilewise.bench.ceiling import Ceiling, ceiling
-from tilewise.bench.timing import MOST_ROUNDS, Stats, _event_sampler, interleave
+from tilewise.bench.timing import MOST_ROUNDS, Ceiling, Stats, _event_sampler, ceiling, interleave
 
 
 def test_statistics():

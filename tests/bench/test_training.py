@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tilewise.bench import markers, training
-from tilewise.bench.impls import Naive, Sdpa, Tilewise
+from tilewise.bench import tables, training
+from tilewise.bench.peers import Naive, Sdpa, Tilewise
+from tilewise.bench.plots import save_trainings, training_svg
 from tilewise.bench.store import Row, append, load
+from tilewise.bench.tables.training import training_table
 from tilewise.bench.training import GPT, SIZES, Plan, Training, fewer, flops_of_step, parts_of, train
-from tilewise.bench.training_plots import save_trainings, training_svg
-from tilewise.bench.training_tables import training_table
 from tilewise.cli import grammar
 from tilewise.machine.sheets import H100
 
@@ -187,7 +187,7 @@ def test_contenders_are_checked_on_views_as_the_model_gives_them():
 def test_a_cell_that_fails_stops_nothing_and_none_is_begun_after_the_limit():
     broken = replace(TINY, vocabulary=0)
     rows = train([broken, TINY], [SEQLEN], [Naive()], device=CPU, plan=PLAN)
-    assert rows[0].reason.startswith("this cell cannot be measured: ") and rows[1].median_s > 0
+    assert rows[0].reason.startswith("this workload cannot be measured: ") and rows[1].median_s > 0
     assert train([TINY], [SEQLEN], [Naive()], device=CPU, plan=replace(PLAN, limit_s=-1.0)) == []
 
 
@@ -216,7 +216,7 @@ def test_the_table(rows):
     again = [on_a_gpu(ours, 60_000.0, layers=1)]  # another number of layers replaces the cell
     assert training_table(made + again).count("tilewise") == 1 and "1 of its 2 layers" in training_table(made + again)
     marked = "<!-- tilewise:begin training:training::h100 -->\n<!-- tilewise:end training:training::h100 -->\n"
-    assert "**50,000**" in markers.fill(marked, made) and "50,000" not in markers.fill(marked, rows)
+    assert "**50,000**" in tables.fill(marked, made) and "50,000" not in tables.fill(marked, rows)
 
 
 def test_the_chart(rows, tmp_path):

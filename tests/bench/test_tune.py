@@ -14,8 +14,8 @@ from tilewise.backends.hopper.forward import config, plan
 from tilewise.backends.tiled import Tiled
 from tilewise.bench import tune
 from tilewise.bench.runner import run
+from tilewise.bench.sets import Workload
 from tilewise.bench.store import Row
-from tilewise.bench.workloads import Workload
 from tilewise.cli import grammar
 from tilewise.masks import Causal, SlidingWindow
 from tilewise.problem import Call

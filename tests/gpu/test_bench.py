@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tilewise import bench
-from tilewise.bench.ceiling import ceiling
 from tilewise.bench.memory import available_bytes, peak_extra_bytes
-from tilewise.bench.timing import interleave
+from tilewise.bench.sets import Workload
+from tilewise.bench.timing import ceiling, interleave
 from tilewise.bench.training import SIZES, Plan, train
-from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Full
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

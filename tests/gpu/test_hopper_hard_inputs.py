@@ -11,10 +11,9 @@ from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.backward import call as gradients
-from tilewise.bench.distributions import DISTRIBUTIONS, FINITE_LIMIT, HIDDEN, NON_FINITE_LIMIT, NORMAL
-from tilewise.bench.hard_inputs import padded
+from tilewise.bench.sets import Workload, padded
+from tilewise.bench.sets.distributions import DISTRIBUTIONS, FINITE_LIMIT, HIDDEN, NON_FINITE_LIMIT, NORMAL
 from tilewise.bench.timing import interleave
-from tilewise.bench.workloads import Workload
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.bench.workloads import Workload
+from tilewise.bench.sets import Workload
 
 SMALL = Workload(name="w", batch=1, seqlen_q=64, heads_q=1, head_dim=8, dtype=torch.float16)
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import configure
-from tilewise.bench.workloads import gpu_shapes, paper_sweep
+from tilewise.bench.sets.named import gpu_shapes, paper_sweep
 
 BOARD = plan.Board(132, 0)
 

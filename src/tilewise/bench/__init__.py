@@ -5,19 +5,38 @@ bench.append("results.jsonl", rows)
 print(bench.markdown(rows, "time"))
 """
 
-from tilewise.bench.hard_inputs import ON_A_CPU, hard_inputs
-from tilewise.bench.hard_tables import hard_tables, hard_verdicts
-from tilewise.bench.impls import Impl, find, known, ours
-from tilewise.bench.ladder_tables import cells_of, ladder_table, verdicts
-from tilewise.bench.markers import refresh
 from tilewise.bench.memory import peak_extra_bytes
-from tilewise.bench.model_tables import cells_of_models, models_table
-from tilewise.bench.models import model_shapes
-from tilewise.bench.report import markdown, table
+from tilewise.bench.peers import Impl, find, known, ours
 from tilewise.bench.runner import Timing, run
-from tilewise.bench.selectors import chosen, ladder_from, mask_from, workloads_from
+from tilewise.bench.sets import (
+    Workload,
+    chosen,
+    cpu_sweep,
+    hard_inputs,
+    ladder_cells,
+    ladder_from,
+    ladder_sweep,
+    mask_from,
+    mask_shapes,
+    model_shapes,
+    paper_sweep,
+    workloads_from,
+)
 from tilewise.bench.store import Row, append, latest, load, select
-from tilewise.bench.workloads import Workload, cpu_sweep, ladder_cells, ladder_sweep, mask_shapes, paper_sweep
+from tilewise.bench.tables import (
+    cells_of,
+    cells_of_models,
+    hard_tables,
+    hard_verdicts,
+    ladder_table,
+    markdown,
+    models_table,
+    refresh,
+    table,
+    verdicts,
+)
+
+ON_A_CPU = {"seqlen": "512", "heads": "2"}  # the set hard-inputs, where it is to end
 
 __all__ = [
     "ON_A_CPU",

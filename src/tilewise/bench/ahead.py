@@ -16,9 +16,9 @@ from functools import partial
 import torch
 
 from tilewise.backends.hopper import coverage, warmup
-from tilewise.bench.impls import Impl
+from tilewise.bench.peers import Impl
 from tilewise.bench.runner import call_of
-from tilewise.bench.workloads import Workload
+from tilewise.bench.sets import Workload
 from tilewise.masks import Documents
 
 CACHES = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}  # read when FlashAttention-4 is imported

@@ -1,13 +1,18 @@
-"""Rows as charts (SVG): time, throughput, memory and error over sequence length, a line for each implementation."""
+"""Rows as charts (SVG): time, throughput, memory and error over sequence length, a line for each implementation; decoding; trainings."""
 
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tilewise.bench.report import Metric, describe, metric_of
+from tilewise.bench.compare import Cell
+from tilewise.bench.peers import ours
+from tilewise.bench.sets import DECODE, tokens
 from tilewise.bench.store import Row, latest
+from tilewise.bench.tables import NAMES, Metric, cells_of_decode, describe, metric_of, trainings
+from tilewise.bench.training import NAME as TRAINING
+from tilewise.bench.training import OUT_OF_MEMORY
 from tilewise.display.style import STYLE
 
 # Okabe and Ito's palette, told apart by every kind of colour vision; markers tell the lines apart without any.
@@ -15,11 +20,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LOGARITHMIC = ("time", "memory", "error")
 MOST_LABELS = 7  # along an axis of lengths; more would touch each other
+PEER = "fastest peer"
 STEPS = (1, 2, 5)  # of a logarithmic axis that shows few decades
 
 
 def svg(rows: Iterable[Row], metric: str = "time") -> str:
-    """A chart of one metric (see report.METRICS) over sequence length, one panel for each kind of case and device, as SVG text.
+    """A chart of one metric (see tables.METRICS) over sequence length, one panel for each kind of case and device, as SVG text.
 
     Times show the 10th to 90th percentile as a band. Raises ValueError for an unknown metric and when no row has the metric.
     """
@@ -59,13 +65,9 @@ def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: 
     """Panels in `columns`, each of `width` by `height` inches, with one legend and one y axis a line, as SVG text; `label` is of the y axes."""
     impls = dict.fromkeys(row.impl for rows in panels.values() for row in rows)
     impls = sorted(impls, key=lambda impl: impl.partition(":")[0] != "tilewise")  # ours first, so in the same colour everywhere
+    lines = -(-len(panels) // columns)
 
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(STYLE):
-        lines = -(-len(panels) // columns)
-        figure = Figure(figsize=(width * columns, height * lines), layout="constrained")
+    def draw(figure) -> None:
         grid = figure.subplots(lines, columns, squeeze=False, sharey="row").ravel()
         for axes, (title, panel) in zip(grid, panels.items(), strict=False):
             _draw(axes, panel, impls, metric, measure)
@@ -82,8 +84,25 @@ def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: 
                 axes.set_ylim(bottom=0)  # after the last panel is drawn, as it fixes the other end, too
         for axes in grid[len(panels) :]:
             axes.remove()
-        handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+        handles = _handles(figure)
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(impls)))
+
+    return _svg(draw, width * columns, height * lines)
+
+
+def _handles(figure) -> dict:
+    """What a legend shows by its text, of all panels."""
+    return {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+
+
+def _svg(draw: Callable, width: float, height: float) -> str:
+    """`draw(figure)` on a figure of so many inches, as SVG text."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return small(file.getvalue())
@@ -145,7 +164,7 @@ def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric)
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     lengths = apart({row.case["seqlen_k"] for row in rows})
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 and n % 1024 == 0 else str(n) for n in lengths])
+    axes.set_xticks(lengths, [tokens(n) for n in lengths])
     axes.minorticks_off()
 
 
@@ -177,3 +196,122 @@ def _tick_below(value: float, steps: tuple[int, ...]) -> float:
     """The largest step of a decade that is at most `value`. The steps 1, 2 and 5 are their own reciprocals, a power of ten apart."""
     decade = 10.0 ** math.floor(math.log10(value))
     return decade * max(step for step in steps if step * decade <= value or step == 1)
+
+
+def _even(rows: Iterable[Row]) -> list[Cell]:
+    """Batches of equal lengths with one new token that ours has a time of."""
+    return [cell for cell in cells_of_decode(rows) if cell.case["kind"] == "even" and cell.case["seqlen_q"] == 1 and cell.mine]
+
+
+def decode_svg(rows: Iterable[Row]) -> str:
+    """The chart of one device's even batches with one new token, as SVG text; ValueError where none has a time."""
+    cells = _even(rows)
+    if not cells:
+        raise ValueError("no row of decoding has a time to draw")
+    panels: dict[str, list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (-int(cell.case["heads_q"]), -int(cell.case["heads_k"]), cell.case["page"])):
+        layout = f"pages of {cell.case['page']}" if cell.case["page"] else "contiguous"
+        panels.setdefault(f"heads {cell.case['heads_q']}:{cell.case['heads_k']}, {layout}", []).append(cell)
+    batches = sorted({int(cell.case["batch"]) for cell in cells})
+    most = max(row.bytes / row.median_s * 1e-12 for cell in cells for row in (cell.mine, cell.best) if row is not None)
+    columns = len({cell.case["page"] for cell in cells})
+    lines = -(-len(panels) // columns)
+
+    def draw(figure) -> None:
+        grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).ravel()
+        for place, (axes, (title, panel)) in enumerate(zip(grid, panels.items(), strict=False)):
+            for colour, batch in enumerate(batches):
+                _draw_batch(axes, [cell for cell in panel if cell.case["batch"] == batch], colour)
+            axes.set_title(title, fontsize=10, loc="left")
+            if place % columns == 0:
+                axes.set_ylabel("TB/s of K and V")
+            if place + columns >= len(panels):
+                axes.set_xlabel("tokens of a sequence")
+        lengths = sorted({int(cell.case["seqlen_k"]) for cell in cells})
+        grid[0].set_xscale("log", base=2)
+        grid[0].set_xticks(lengths, [tokens(length) for length in lengths])
+        grid[0].minorticks_off()
+        grid[0].set_ylim(0, most * 1.08)
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        handles = _handles(figure)
+        texts = sorted(handles, key=lambda text: text == PEER)
+        figure.legend([handles[text] for text in texts], texts, loc="outside upper center", ncols=6)
+
+    return _svg(draw, 3.4 * columns, 2.8 * lines)
+
+
+def _draw_batch(axes, cells: list[Cell], colour: int) -> None:
+    """The lines of one batch: ours, and the fastest peer's."""
+    cells = sorted(cells, key=lambda cell: cell.case["seqlen_k"])
+    if not cells:
+        return
+    batch = cells[0].case["batch"]
+    for dashed, label in ((False, f"{batch} sequence{'s' if batch != 1 else ''}"), (True, PEER)):
+        found = [(cell.case["seqlen_k"], row.bytes / row.median_s * 1e-12) for cell in cells if (row := cell.best if dashed else cell.mine)]
+        if found:
+            style = (
+                {"linestyle": "--", "linewidth": 1.0}
+                if dashed
+                else {"marker": MARKERS[colour % len(MARKERS)], "markersize": 4, "linewidth": 1.8}
+            )
+            axes.plot(*zip(*found, strict=True), color=COLOURS[colour % len(COLOURS)], label=label, **style)
+
+
+def training_svg(rows: Iterable[Row]) -> str:
+    """The chart of one device's rows, as SVG text; ValueError where none has a time."""
+    cells = {key: cell for key, cell in trainings(rows).items() if any(row.flops_per_s for row in cell)}
+    if not cells:
+        raise ValueError("no row of a training has a time to draw")
+    models = list(dict.fromkeys(model for model, _ in cells))
+    impls = dict.fromkeys(row.impl for cell in cells.values() for row in cell)
+    impls = sorted(impls, key=lambda impl: not ours(impl))  # ours first, so in the same colour everywhere
+
+    def draw(figure) -> None:
+        panels = figure.subplots(1, len(models), squeeze=False, sharey=True)[0]
+        for axes, model in zip(panels, models, strict=True):
+            _draw_bars(axes, {length: cell for (name, length), cell in cells.items() if name == model}, impls)
+            axes.set_title(f"GPT {model}", fontsize=10, loc="left")
+            axes.set_xlabel("tokens of a sequence")
+        panels[0].set_ylabel("TFLOP/s of a training step")
+        handles, texts = panels[0].get_legend_handles_labels()
+        figure.legend(handles, texts, loc="outside upper center", ncols=min(5, len(impls)))
+
+    return _svg(draw, 4.8 * len(models), 3.2)
+
+
+def _draw_bars(axes, cells: dict[int, list[Row]], impls: list[str]) -> None:
+    width = 0.84 / len(impls)
+    for place, impl in enumerate(impls):
+        x = [group + (place - (len(impls) - 1) / 2) * width for group in range(len(cells))]
+        rows = [next((row for row in cell if row.impl == impl), None) for cell in cells.values()]
+        heights = [0.0 if row is None or row.flops_per_s is None else row.flops_per_s * 1e-12 for row in rows]
+        axes.bar(x, heights, width, label=NAMES.get(impl, impl), color=COLOURS[place % len(COLOURS)])
+        for at, row in zip(x, rows, strict=True):
+            if row is not None and row.reason and row.median_s is None and (OUT_OF_MEMORY in row.reason or "score matrices" in row.reason):
+                axes.annotate(OUT_OF_MEMORY, (at, 0), (0, 4), textcoords="offset points", rotation=90, ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(cells)), [tokens(length) for length in cells])
+    axes.grid(axis="x", visible=False)
+
+
+def save_decoding(rows: Iterable[Row], folder: str | Path) -> list[Path]:
+    """Write `decode-DEVICE.svg` of every device that decoded into `folder`; the files written."""
+    return _by_device(rows, DECODE, lambda mine: decode_svg(mine) if _even(mine) else None, folder)
+
+
+def save_trainings(rows: Iterable[Row], folder: str | Path) -> list[Path]:
+    """Write `training-DEVICE.svg` of every device that trained into `folder`; the files written."""
+    return _by_device(rows, TRAINING, training_svg, folder)
+
+
+def _by_device(rows: Iterable[Row], name: str, chart: Callable[[list[Row]], str | None], folder: str | Path) -> list[Path]:
+    """Write `chart` of the rows of each device with times of `name`, where there is one; the files written."""
+    rows, written = [row for row in rows if row.name == name], []
+    for device in dict.fromkeys(row.device for row in rows if row.median_s is not None):
+        text = chart([row for row in rows if row.device == device])
+        if text is not None:
+            path = Path(folder) / f"{name}-{folder_of(device)}.svg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            written.append(path)
+    return written

@@ -1,27 +1,34 @@
-"""Run contenders on workloads: check each, then time those that passed against each other, then measure their memory."""
+"""Run contenders: check each, then time those that passed against each other, then measure their memory; on workloads, and on batches that decode.
+
+Decoding is timed with caches that come from memory, by two clocks. "graph": the replay of a CUDA graph that holds one call for each copy of the
+caches, over their number. Nothing else is between replays: a flush of the L2 cache would leave it full of lines to be written back, which took
+10 us of each replay, and 40 of kernels that read without keeping. "wall": one call after another, each with the next copy, until its result is
+there. A CPU has the latter only.
+"""
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from tilewise.bench.ceiling import ceiling
-from tilewise.bench.distributions import NORMAL, Inputs
-from tilewise.bench.errors import Exact
-from tilewise.bench.gate import Gate
-from tilewise.bench.impls import Attend, Impl, ours
+from tilewise.bench.gate import DecodeGate, Exact, Gate
 from tilewise.bench.memory import peak_extra_bytes
+from tilewise.bench.peers import DecodeImpl, Impl, ours
 from tilewise.bench.provenance import provenance
+from tilewise.bench.sets import DECODE, NORMAL, Attend, Cell, Inputs, Pool, Workload
 from tilewise.bench.store import Row
-from tilewise.bench.timing import GRAPH_BELOW_S, Clock, Stats, interleave
-from tilewise.bench.workloads import Workload
+from tilewise.bench.timing import GRAPH_BELOW_S, Ceiling, Clock, Stats, ceiling, interleave
 
-Progress = Callable[[int, int, str], None]  # workloads done, of how many, what is running now
+Progress = Callable[[int, int, str], object]  # workloads done, of how many, what is running now
+Keep = Callable[[list[Row]], object]
 Calls = dict[str, Callable[[], object]]
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 CHECK_SEED, TIME_SEED = 1, 2
 
@@ -34,6 +41,79 @@ class Timing:
     clocks: tuple[Clock, ...] = ("events", "wall")
     once_above_s: float = math.inf  # a call that takes longer is timed once
 
+    def interleave(self, calls: Calls, device: torch.device, clock: Clock, flush: bool = True) -> dict[str, Stats]:
+        return interleave(calls, budget_s=self.budget_s, device=device, clock=clock, once_above_s=self.once_above_s, flush=flush)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How a run goes from one item to the next: no item is begun after `limit_s` seconds; `progress(done, total, text)` is called before each and
+    at the end, `keep(rows)` after each with its rows, so that an interrupted run need not lose them."""
+
+    device: torch.device
+    limit_s: float = math.inf
+    keep: Keep | None = None
+    progress: Progress | None = None
+
+    def rows(self, items: Iterable[Item], title: Callable[[Item], str], measure: Callable[[Item], list[Row]], blank) -> list[Row]:
+        """`measure` of every item, with the environment; where it fails as a whole, the rows `blank(item)` with the reason."""
+        items, began, environment = list(items), time.monotonic(), provenance(self.device)
+        tell = self.progress or (lambda done, total, text: None)
+        rows: list[Row] = []
+        for done, item in enumerate(items):
+            if time.monotonic() - began > self.limit_s:
+                break
+            tell(done, len(items), title(item))
+            new, failed = [], None
+            try:
+                new = measure(item)
+            except Exception as failure:  # as where the reference's memory is not there
+                failed = f"this workload cannot be measured: {named(failure)}"
+            if failed:  # after the exception is gone, which holds what it was raised in
+                give_back_memory(self.device)
+                new = [replace(row, reason=failed) for row in blank(item)]
+            new = [replace(row, environment=environment) for row in new]
+            rows += new
+            if self.keep:
+                self.keep(new)
+        tell(len(items), len(items), "done")
+        return rows
+
+
+def attempt(row: Row, device: torch.device, check: Callable[[], Result]) -> tuple[Result | None, Row]:
+    """What `check` returns, and the row: passed, or with the reason. Each peer refuses in its own way, and none may take the others' rows with it."""
+    try:
+        return check(), replace(row, passed=True)
+    except AssertionError as failure:
+        return None, replace(row, passed=False, reason=f"missed the tolerance: {first_line(failure)}")
+    except Exception as refusal:
+        if isinstance(refusal, torch.OutOfMemoryError):
+            give_back_memory(device)
+        return None, replace(row, reason=f"cannot run this: {named(refusal)}")
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def give_back_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def timed_row(row: Row, clock: str, stats: Stats, most: Ceiling) -> Row:
+    """The row with its times and rates, beside what the machine can do at most."""
+    times = {"median_s": stats.median, "p10_s": stats.p10, "p90_s": stats.p90, "samples": stats.samples}
+    rates = {"flops_per_s": row.flops / stats.median, "ceiling_share": most.share(row.flops, row.bytes, stats.median)}
+    rates["paper_flops_per_s"] = None if row.paper_flops is None else row.paper_flops / stats.median
+    return replace(row, clock=clock, **times, **rates, ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
+
 
 def run(
     workloads: Iterable[Workload],
@@ -43,7 +123,7 @@ def run(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     memory: bool = True,
-    keep: Callable[[list[Row]], object] | None = None,
+    keep: Keep | None = None,
     timing: Timing | None = None,
     limit_s: float = math.inf,
 ) -> list[Row]:
@@ -51,46 +131,19 @@ def run(
 
     A contender is timed only after its result on fresh inputs passed the tolerance; else its row says why not. Where inputs are not normal ones,
     peers are timed whatever comes out, and their rows say what; ours is timed in turns with itself on normal inputs, too (`over_normal`). About
-    `budget_s` seconds go to timing each contender by each clock, besides the check. `progress(done, total, text)` is called before each workload
-    and at the end, `keep(rows)` after each workload with its rows, so that an interrupted run need not lose them: `keep=partial(append, path)`.
-    `timing` says more than `budget_s` about how to time, and takes its place. After `limit_s` seconds no workload is begun. A contender or a workload
-    that fails stops nothing: its rows say why.
+    `budget_s` seconds go to timing each contender by each clock, besides the check. `timing` says more than `budget_s` about how to time, and takes
+    its place. A contender or a workload that fails stops nothing: its rows say why. For `limit_s`, `keep` and `progress` see `Course`.
     """
-    workloads, impls, device = list(workloads), list(impls), torch.device(device)
-    timing, began = timing or Timing(budget_s=budget_s), time.monotonic()
-    environment = provenance(device)
-    rows: list[Row] = []
-    for done, workload in enumerate(workloads):
-        if time.monotonic() - began > limit_s:
-            break
-        if progress:
-            progress(done, len(workloads), workload.id)
-        new = [replace(row, environment=environment) for row in _rows_of(workload, impls, timing, device, memory)]
-        rows += new
-        if keep:
-            keep(new)
-    if progress:
-        progress(len(workloads), len(workloads), "done")
-    return rows
+    impls, device, timing = list(impls), torch.device(device), timing or Timing(budget_s=budget_s)
+    return Course(device=device, limit_s=limit_s, keep=keep, progress=progress).rows(
+        workloads,
+        title=lambda workload: workload.id,
+        measure=lambda workload: _rows_of(workload, impls, timing, device, memory),
+        blank=lambda workload: [_blank(impl, workload) for impl in impls],
+    )
 
 
 def _rows_of(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
-    """`_run_one`, or where that fails as a whole, as where the reference's memory is not there, rows that say so."""
-    try:
-        return _run_one(workload, impls, timing, device, memory)
-    except Exception as failure:
-        reason = f"this workload cannot be measured: {type(failure).__name__}: {_first_line(failure)}"
-    _give_back_memory(device)
-    return [replace(_blank(impl, workload), reason=reason) for impl in impls]
-
-
-def _give_back_memory(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torch.device, memory: bool) -> list[Row]:
     references = Gate(workload, CHECK_SEED, device), Exact(workload, TIME_SEED, device)
     checked = [(impl, *_check(impl, workload, device, *references)) for impl in impls]
     if not timing.clocks:
@@ -105,15 +158,36 @@ def _run_one(workload: Workload, impls: list[Impl], timing: Timing, device: torc
     most = ceiling(device, workload.dtype) if calls else None
     rows = []
     for impl, attend, row in checked:
-        if attend is None or impl.name in failed:
-            rows.append(replace(row, reason=failed.get(impl.name, row.reason)))
+        name = impl.name
+        if attend is None or name in failed:
+            rows.append(replace(row, reason=failed.get(name, row.reason)))
             continue
-        row = replace(row, peak_extra_bytes=peaks.get(impl.name), ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
-        for clock, stats in timed[impl.name].items():
-            over = _over_normal(calls[impl.name], usual.get(impl.name), clock, timing, device) if usual else None
-            timed_row = _with_time(row, clock, stats, most.share(row.flops, row.bytes, stats.median))
-            rows.append(replace(timed_row, over_normal=over))
+        for clock, stats in timed[name].items():
+            over = _over_normal(calls[name], usual[name], clock, timing, device) if name in usual else None
+            rows.append(replace(timed_row(row, clock, stats, most), over_normal=over, peak_extra_bytes=peaks.get(name)))
     return rows
+
+
+def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exact: Exact) -> tuple[Attend | None, Row]:
+    """What to time, or None; and the row so far."""
+    row = _blank(impl, workload)
+    if why_not := impl.why_not(workload, device):
+        return None, replace(row, reason="; ".join(why_not))
+    attend, found = None, {}
+
+    def check() -> float:
+        nonlocal attend
+        attend = impl.prepare(workload, device)
+        if workload.rms:
+            found["rms_error"], found["places_agree"] = exact.errors(attend, _heads_first(impl))
+        error = gate.verify(attend, _heads_first(impl), getattr(impl, "in_eight_bits", False))
+        if found.get("places_agree") is False and not workload.finite:
+            raise AssertionError("NaN or infinities are not where fp64 has them")
+        return error
+
+    error, row = attempt(row, device, check)
+    forgiven = row.passed is False and workload.data != NORMAL and not ours(impl.name)
+    return attend if row.passed or forgiven else None, replace(row, error=error, **found)
 
 
 def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torch.device) -> tuple[Calls, dict[str, str]]:
@@ -127,17 +201,14 @@ def _calls(workload: Workload, prepared: list[tuple[Impl, Attend]], device: torc
             call()
             calls[impl.name] = call
         except Exception as failure:
-            failed[impl.name] = f"cannot be timed beside the others: {type(failure).__name__}: {_first_line(failure)}"
-            _give_back_memory(device)
+            failed[impl.name] = f"cannot be timed beside the others: {named(failure)}"
+            give_back_memory(device)
     return calls, failed
 
 
-def _over_normal(call: Callable[[], object], normal: Callable[[], object] | None, clock: Clock, timing: Timing, device) -> float | None:
+def _over_normal(call: Callable[[], object], normal: Callable[[], object], clock: Clock, timing: Timing, device: torch.device) -> float:
     """The two alone, in turns: what else a contender followed would count for one of them, and not for the other."""
-    if normal is None:
-        return None
-    how = {"budget_s": timing.budget_s, "device": device, "clock": clock, "once_above_s": timing.once_above_s}
-    stats = interleave({"hard": call, "normal": normal}, **how)
+    stats = timing.interleave({"hard": call, "normal": normal}, device, clock)
     return stats["hard"].median / stats["normal"].median
 
 
@@ -148,29 +219,6 @@ def _heads_first(impl: Impl) -> bool:
 def _blank(impl: Impl, workload: Workload) -> Row:
     counts = {"flops": workload.flops, "paper_flops": workload.paper_flops, "bytes": workload.bytes}
     return Row(impl=impl.name, name=workload.name, case=workload.case, clock="none", **counts)
-
-
-def _check(impl: Impl, workload: Workload, device: torch.device, gate: Gate, exact: Exact) -> tuple[Attend | None, Row]:
-    """What to time, or None; and the row so far."""
-    row = _blank(impl, workload)
-    if why_not := impl.why_not(workload, device):
-        return None, replace(row, reason="; ".join(why_not))
-    try:
-        attend = impl.prepare(workload, device)
-        if workload.rms:
-            errors = exact.errors(attend, _heads_first(impl))
-            row = replace(row, rms_error=errors.rms, places_agree=errors.places)
-        error = gate.verify(attend, _heads_first(impl), getattr(impl, "in_eight_bits", False))
-        if row.places_agree is False and not workload.finite:
-            raise AssertionError("NaN or infinities are not where fp64 has them")
-    except AssertionError as failure:
-        forgiven = workload.data != NORMAL and not ours(impl.name)
-        return attend if forgiven else None, replace(row, passed=False, reason=f"missed the tolerance: {_first_line(failure)}")
-    except Exception as refusal:  # each peer refuses in its own way, and none may take the others' rows with it
-        if isinstance(refusal, torch.OutOfMemoryError):
-            _give_back_memory(device)
-        return None, replace(row, reason=f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}")
-    return attend, replace(row, passed=True, error=error)
 
 
 def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str, Tensor] | None = None) -> Callable[[], object]:
@@ -191,33 +239,103 @@ def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict
     clocks = timing.clocks if device.type == "cuda" else ("wall",)
     timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
     for clock in clocks:
-        stats = interleave(calls, budget_s=timing.budget_s, device=device, clock=clock, once_above_s=timing.once_above_s)
+        stats = timing.interleave(calls, device, clock)
         for name in calls:
             timed[name][clock] = stats[name]
     short = any(stats["events"].median < GRAPH_BELOW_S for stats in timed.values() if "events" in stats)
     for name, call in calls.items() if short else ():
         try:
-            graph = interleave({name: call}, budget_s=timing.budget_s, device=device, clock="graph")[name]
+            graph = timing.interleave({name: call}, device, "graph")[name]
         except RuntimeError:  # it synchronises, or allocates outside torch: no graph of it exists, and the events stand
             continue
         timed[name] = {"graph": graph, **{clock: stats for clock, stats in timed[name].items() if clock != "events"}}
     return timed
 
 
-def _with_time(row: Row, clock: str, stats: Stats, share: float) -> Row:
-    return replace(
-        row,
-        clock=clock,
-        median_s=stats.median,
-        p10_s=stats.p10,
-        p90_s=stats.p90,
-        samples=stats.samples,
-        flops_per_s=row.flops / stats.median,
-        paper_flops_per_s=None if row.paper_flops is None else row.paper_flops / stats.median,
-        ceiling_share=share,
+def run_decode(
+    cells: Iterable[Cell],
+    impls: Iterable[DecodeImpl],
+    *,
+    device: torch.device | str = "cpu",
+    timing: Timing | None = None,
+    limit_s: float = math.inf,
+    keep: Keep | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measure every contender on every cell: a row for each clock, or one with the reason why there is no time. The rest is as of `run`."""
+    impls, device, timing = list(impls), torch.device(device), timing or Timing()
+    pool = Pool(device)
+
+    def measure(cell: Cell) -> list[Row]:
+        try:
+            return _rows_of_cell(cell, impls, pool, timing)
+        except Exception:
+            pool.numbers.clear()
+            raise
+
+    return Course(device=device, limit_s=limit_s, keep=keep, progress=progress).rows(
+        cells, title=lambda cell: cell.title, measure=measure, blank=lambda cell: [_blank_of_cell(impl, cell) for impl in impls]
     )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _blank_of_cell(impl: DecodeImpl, cell: Cell) -> Row:
+    return Row(impl=impl.name, name=DECODE, case=cell.case, clock="none", flops=cell.flops, bytes=cell.bytes)
+
+
+def _rows_of_cell(cell: Cell, impls: list[DecodeImpl], pool: Pool, timing: Timing) -> list[Row]:
+    caches = pool.caches(cell)
+    gate, calls, checked = DecodeGate(caches), {}, []
+    for impl in impls:
+        row = _blank_of_cell(impl, cell)
+        if why_not := impl.why_not(cell, pool.device):
+            checked.append(replace(row, reason="; ".join(why_not)))
+            continue
+
+        def check(impl: DecodeImpl = impl) -> tuple[Callable[[int], Tensor], float]:
+            attend = torch.no_grad()(impl.prepare(caches))
+            return attend, gate.verify(attend)
+
+        passed, row = attempt(row, pool.device, check)
+        if passed is not None:
+            calls[impl.name], error = passed
+            row = replace(row, error=error)
+        checked.append(row)
+    timed, failed = _timed_on_copies(calls, len(caches.copies), timing, pool.device)
+    most = ceiling(pool.device, cell.dtype) if calls else None
+    rows = []
+    for row in checked:
+        row = replace(row, reason=failed.get(row.impl, row.reason))
+        rows += [timed_row(row, clock, stats, most) for clock, stats in timed.get(row.impl, {}).items()] or [row]
+    return rows
+
+
+def _timed_on_copies(
+    calls: dict[str, Callable[[int], Tensor]], copies: int, timing: Timing, device: torch.device
+) -> tuple[dict[str, dict[str, Stats]], dict[str, str]]:
+    """Times of one call by contender and clock, and why others have none."""
+    timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
+    failed = {}
+    for name, attend in calls.items() if device.type == "cuda" and "events" in timing.clocks else ():
+        try:
+            of_all = timing.interleave({name: _all(attend, copies)}, device, "graph", flush=False)[name]
+            timed[name]["graph"] = Stats(*(getattr(of_all, each) / copies for each in ("median", "p10", "p90", "best")), of_all.samples)
+        except Exception as failure:  # it synchronises, or allocates outside torch
+            failed[name] = f"no CUDA graph of it can be made: {named(failure)}"
+    if timing.clocks and (device.type == "cpu" or "wall" in timing.clocks):
+        rotating = {name: _next(attend, copies) for name, attend in calls.items() if name not in failed}
+        for name, stats in timing.interleave(rotating, device, "wall").items():
+            timed[name]["wall"] = stats
+    return timed, failed
+
+
+def _all(attend: Callable[[int], Tensor], copies: int) -> Callable[[], None]:
+    def run() -> None:
+        for copy in range(copies):
+            attend(copy)
+
+    return run
+
+
+def _next(attend: Callable[[int], Tensor], copies: int) -> Callable[[], object]:
+    turn = itertools.cycle(range(copies))
+    return lambda: attend(next(turn))

@@ -24,7 +24,7 @@ class Row:
     passed: bool | None = None
     reason: str | None = None
     error: float | None = None  # largest absolute error of the checked outputs against fp64
-    rms_error: dict[str, float] | None = None  # by output ("o", "dq", "dk", "dv"), relative to fp64's RMS; see errors.py
+    rms_error: dict[str, float] | None = None  # by output ("o", "dq", "dk", "dv"), relative to fp64's RMS; see gate.py
     places_agree: bool | None = None  # whether NaN and infinities are where fp64 has them
     over_normal: float | None = None  # ours: the time over that on normal inputs, the two in turns
     median_s: float | None = None

@@ -10,9 +10,7 @@ positions left out and the embedding, which is the head as well, counted once; n
 data sheet's.
 """
 
-import gc
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tilewise.bench.gate import verify
-from tilewise.bench.impls import Attend, Impl
-from tilewise.bench.provenance import provenance
+from tilewise.bench.peers import Impl
+from tilewise.bench.runner import Course, first_line, give_back_memory, named
+from tilewise.bench.sets import Attend, Workload
 from tilewise.bench.store import Row
 from tilewise.bench.timing import interleave
-from tilewise.bench.workloads import Workload
 from tilewise.machine.sheets import machine_for
 from tilewise.masks import Causal
 
@@ -212,34 +210,24 @@ def train(
 
     `keep(rows)` after each cell with its rows; `progress(text)` before each. A cell that fails stops nothing.
     """
-    plan, device, impls, began = plan or Plan(), torch.device(device), list(impls), time.monotonic()
-    rows: list[Row] = []
-    for size, seqlen in itertools.product(sizes, seqlens):
-        if time.monotonic() - began > plan.limit_s:
-            break
-        if progress:
-            progress(f"GPT {size.name}, {seqlen} tokens")
-        new, environment = _rows_of(size, seqlen, impls, plan, device), provenance(device)
-        rows += (new := [replace(row, environment=environment) for row in new])
-        if keep:
-            keep(new)
-    return rows
+    plan, device, impls = plan or Plan(), torch.device(device), list(impls)
+    tell = (lambda done, total, text: progress(text) if done < total else None) if progress else None
+    return Course(device=device, limit_s=plan.limit_s, keep=keep, progress=tell).rows(
+        itertools.product(sizes, seqlens),
+        title=lambda cell: f"GPT {cell[0].name}, {cell[1]} tokens",
+        measure=lambda cell: _cell(*cell, impls, plan, device),
+        blank=lambda cell: [_blank(impl.name, case_of(cell[0], plan.layers or cell[0].layers, cell[1], plan)) for impl in impls],
+    )
 
 
-def _rows_of(size: Size, seqlen: int, impls: list[Impl], plan: Plan, device: torch.device) -> list[Row]:
-    """`_cell`, or where that fails as a whole rows that say so."""
-    try:
-        return _cell(size, seqlen, impls, plan, device)
-    except Exception as failure:
-        reason = f"this cell cannot be measured: {type(failure).__name__}: {_first_line(failure)}"
-    case = case_of(size, plan.layers or size.layers, seqlen, plan)
-    return [Row(impl=impl.name, name=NAME, case=case, clock="none", reason=reason) for impl in impls]
+def _blank(name: str, case: dict[str, int | str], flops: int = 0) -> Row:
+    return Row(impl=name, name=NAME, case=case, clock="none", flops=flops)
 
 
 def _cell(size: Size, seqlen: int, impls: list[Impl], plan: Plan, device: torch.device) -> list[Row]:
     """With as many layers as fit for all contenders whose memory grows with seqlen."""
     for layers in fewer(plan.layers or size.layers):
-        _give_back(device)
+        give_back_memory(device)
         try:
             training = Training(size, layers, seqlen, plan, device)
             wrong = _wrong(training, impls)
@@ -271,9 +259,9 @@ def _wrong(training: Training, impls: list[Impl]) -> dict[str, str]:
             attend = impl.prepare(workload, training.device)
             verify(partial(_of_one_tensor, attend), workload, SEED, training.device)
         except AssertionError as failure:
-            wrong[impl.name] = f"missed the tolerance: {_first_line(failure)}"
+            wrong[impl.name] = f"missed the tolerance: {first_line(failure)}"
         except Exception as refusal:  # each peer refuses in its own way
-            said = f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}"
+            said = f"cannot run this: {named(refusal)}"
             wrong[impl.name] = f"{OUT_OF_MEMORY}, with one layer's attention of one sequence" if _no_memory(refusal) else said
     return wrong
 
@@ -305,12 +293,12 @@ def _ready(training: Training, impl: Impl, may_ask: bool) -> Ready | str:
             return _trial(training, impl, workload)
         except Exception as refusal:
             if not _no_memory(refusal):
-                return f"cannot run this: {type(refusal).__name__}: {_first_line(refusal)}"
+                return f"cannot run this: {named(refusal)}"
             reason = f"{OUT_OF_MEMORY}, with {part} sequence{'s' if part > 1 else ''} at a time"
             if asks and part == 1:
                 raise torch.OutOfMemoryError(reason) from None
         training.optimiser.zero_grad(set_to_none=True)
-        _give_back(training.device)
+        give_back_memory(training.device)
     return reason
 
 
@@ -340,7 +328,7 @@ def _timed(training: Training, found: dict[str, Ready | str]) -> list[Row]:
     sheet, flops = machine_for(training.device), training.flops
     case, rows = case_of(training.size, training.layers, training.seqlen, training.plan), []
     for name, one in found.items():
-        row = Row(impl=name, name=NAME, case=case, clock="none", flops=flops)
+        row = _blank(name, case, flops)
         if isinstance(one, str):
             rows.append(replace(row, reason=one, passed=False if one.startswith("missed") else None))
             continue
@@ -355,13 +343,3 @@ def _timed(training: Training, found: dict[str, Ready | str]) -> list[Row]:
         }
         rows.append(replace(row, clock="wall", passed=True, **times, **of_training))
     return rows
-
-
-def _give_back(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -25,8 +25,8 @@ from tilewise.backends.hopper import forecast
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import REGISTERS, Config
 from tilewise.bench.runner import Timing, run
+from tilewise.bench.sets import Workload
 from tilewise.bench.store import Row
-from tilewise.bench.workloads import Workload
 from tilewise.problem import Call
 from tilewise.sm90 import cache, jit
 
@@ -159,7 +159,7 @@ def _with_output(work: Callable):
 
 @dataclass(frozen=True)
 class Contender:
-    """A candidate among the benchmark's contenders (bench.impls)."""
+    """A candidate among the benchmark's contenders (bench.peers)."""
 
     config: Config
 

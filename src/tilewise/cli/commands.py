@@ -185,8 +185,6 @@ def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
     from tilewise.bench import plots
-    from tilewise.bench.decode_plots import save_decoding
-    from tilewise.bench.training_plots import save_trainings
 
     console = console_for_tables()
     files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
@@ -214,8 +212,8 @@ def report(options: Namespace) -> int:
     for device in sorted({row.device for row in on_gpus}):
         drawn += plots.save([row for row in on_gpus if row.device == device], options.plots / plots.folder_of(device), ("throughput",))
     drawn += plots.save_overview(rows, options.plots)
-    drawn += save_trainings(rows, options.plots)
-    drawn += save_decoding(rows, options.plots)
+    drawn += plots.save_trainings(rows, options.plots)
+    drawn += plots.save_decoding(rows, options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

@@ -8,12 +8,11 @@ import torch
 from rich.console import Console
 
 from tilewise.bench import append, ours
-from tilewise.bench.decode_cells import Cell, decode_cells
-from tilewise.bench.decode_impls import CONTENDERS, find
-from tilewise.bench.decode_tables import Measured, decode_tables
-from tilewise.bench.decoding import measure
 from tilewise.bench.memory import available_bytes
-from tilewise.bench.runner import Timing
+from tilewise.bench.peers import FOR_DECODE, find_for_decode
+from tilewise.bench.runner import Timing, run_decode
+from tilewise.bench.sets.decode import Cell, decode_cells, title_of
+from tilewise.bench.tables.best_peer import decode_tables
 from tilewise.cli.codes import FAILED, OK, UNUSABLE
 from tilewise.cli.output import require_writable
 from tilewise.display.progress import progress
@@ -31,7 +30,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
     if options.ahead:
         raise ValueError("ahead: the set decode compiles few kernels, as it comes to them; leave --ahead out")
     named, cells = ",".join(options.names) or options.impl, _chosen(options.only, device)
-    impls = find(named or CONTENDERS)
+    impls = find_for_decode(named or FOR_DECODE)
     if not named:  # those that take none of the cells have no rows; where all are such, theirs say why
         impls = [impl for impl in impls if any(not impl.why_not(cell, device) for cell in cells)] or impls
     part, parts = options.part
@@ -39,7 +38,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
         require_writable(options.out)
     with progress(console) as bars:
         task = bars.add_task("Measuring", total=None, note="")
-        rows = measure(
+        rows = run_decode(
             cells[part - 1 :: parts],
             impls,
             device=device,
@@ -53,7 +52,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
     if options.check:
         for row in rows:
             verdict = "passed" if row.passed else f"{'FAILED' if row.passed is False else 'skipped'}: {row.reason}"
-            console.print(f"{row.impl}, {Measured(row.case).title}: {verdict}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"{row.impl}, {title_of(row.case)}: {verdict}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print(decode_tables(rows), highlight=False, markup=False, soft_wrap=True)
     if options.out:

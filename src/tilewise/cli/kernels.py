@@ -13,8 +13,7 @@ from tilewise.backends.hopper import warmup as warming
 from tilewise.backends.hopper.forward.config import TILES
 from tilewise.bench import append
 from tilewise.bench import tune as tuning
-from tilewise.bench.selectors import workloads_from
-from tilewise.bench.workloads import Workload
+from tilewise.bench.sets import Workload, workloads_from
 from tilewise.cli.codes import FAILED, OK
 from tilewise.cli.output import require_writable
 from tilewise.display.progress import progress

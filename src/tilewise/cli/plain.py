@@ -25,7 +25,7 @@ def require(device: torch.device) -> None:
 
 def explain(options: Namespace) -> int:
     """Print what `tilewise.explain` says about the call that the options describe."""
-    from tilewise.bench.selectors import workloads_from
+    from tilewise.bench.sets import workloads_from
     from tilewise.masks import parse
 
     require(options.device)

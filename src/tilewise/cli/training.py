@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 
 from tilewise.bench import append, find, ours
+from tilewise.bench.tables.training import training_table
 from tilewise.bench.training import CONTENDERS, MODELS, SEQLENS, SIZES, TOKENS, Plan, attention_of, train
-from tilewise.bench.training_tables import training_table
 from tilewise.cli import ahead
 from tilewise.cli.codes import FAILED, OK, UNUSABLE
 from tilewise.cli.output import require_writable

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from tilewise.bench import plots
-from tilewise.bench.report import describe, metric_of
 from tilewise.bench.store import Row, latest
+from tilewise.bench.tables.rows import describe, metric_of
 from tilewise.demo import charts, html
 
 SHOWN = ("time", "throughput", "memory", "error")

@@ -1,0 +1,95 @@
+"""torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.sets import Attend, Workload
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
+
+
+@dataclass(frozen=True)
+class Flex:
+    """torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write; a sink is worked in by the LSE."""
+
+    name: str = "flex"
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        reasons = []
+        if device.type == "cpu" and workload.grad:
+            reasons.append("FlexAttention has no backward on a CPU")
+        if device.type == "cpu" and not compiler():
+            reasons.append("torch.compile needs a C++ compiler, and neither $CXX nor g++ nor clang++ is here")
+        if device.type == "cpu" and workload.sink:
+            reasons.append("FlexAttention returns no LSE on a CPU, which a sink is worked in by")
+        if workload.mask != Full() and mask_mod_of(workload, device) is None:
+            reasons.append("only full, causal, window and document masks are written as a mask_mod here")
+        return reasons
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        from torch._functorch import config
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+        # A backward is timed by running it again and again on one graph, which a compiled backward that frees its inputs cannot do.
+        config.donated_buffer = False
+        # After eight shapes torch.compile gives up on a function and runs it eagerly; forgetting the earlier ones prevents that.
+        torch.compiler.reset()
+        mask_mod = mask_mod_of(workload, device)
+        block_mask = None
+        if mask_mod is not None:
+            block_mask = create_block_mask(mask_mod, None, None, workload.seqlen_q, workload.seqlen_k, device=device)
+        compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+        options = {"block_mask": block_mask, "enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
+            heads_first, score_mod = [x.transpose(1, 2) for x in (q, k, v)], score_mod_of(workload, bias)
+            if sink is None:
+                return compiled(*heads_first, score_mod, **options).transpose(1, 2)
+            o, aux = compiled(*heads_first, score_mod, return_aux=AuxRequest(lse=True), **options)
+            return (o * torch.sigmoid(aux.lse - sink.float()[:, None])[..., None]).to(q.dtype).transpose(1, 2)
+
+        return attend
+
+
+def score_mod_of(workload: Workload, bias: Tensor | None) -> Callable | None:
+    """The function of a score that adds the bias, or caps; None where scores stay as they are."""
+    if bias is None and not workload.softcap:
+        return None
+    by_batch, by_head, by_query = (axis in (workload.bias or "") for axis in "bhq")
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if workload.softcap:
+            score = workload.softcap * torch.tanh(score / workload.softcap)
+        if bias is not None:
+            score = score + bias[b if by_batch else 0, h if by_head else 0, i if by_query else 0, j]
+        return score
+
+    return score_mod
+
+
+def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
+    """The mask as a function of indices; None where none is written here."""
+    mask, diagonal = workload.mask, workload.seqlen_k - workload.seqlen_q
+    if mask == Causal():
+        return lambda b, h, i, j: j <= i + diagonal
+    if isinstance(mask, SlidingWindow) and mask.align == "bottom_right":
+        left, right = (workload.seqlen_k if side is None else side for side in (mask.left, mask.right))
+        return lambda b, h, i, j: (j >= i + diagonal - left) & (j <= i + diagonal + right)
+    if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
+        new = {"dtype": torch.int64, "device": device}
+        ends = torch.tensor(mask.cu_seqlens_q[1:], **new)
+        document = torch.bucketize(torch.arange(workload.seqlen_k, **new), ends, right=True)
+        none = len(ends)  # what lies beyond the last document is in none, and sees nothing
+        if mask.inner == Full():
+            return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none)
+        return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none) & (j <= i)
+    return None
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would find."""
+    return next((path for name in (os.environ.get("CXX"), "g++", "clang++") if name and (path := shutil.which(name))), None)

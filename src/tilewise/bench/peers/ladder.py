@@ -1,0 +1,64 @@
+"""The rungs of the ladder as contenders, under their plain names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.bench.sets import Attend, Caches, Cell, Workload
+from tilewise.ladder import DecodeRung, Rung
+from tilewise.masks import Causal, Full
+
+
+@dataclass(frozen=True)
+class OnLadder:
+    """A rung of the ladder, or a variant of one, under its plain name. What a rung in 8 bits multiplies is there before it is timed."""
+
+    rung: Rung
+    heads_first: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.rung.name
+
+    @property
+    def in_eight_bits(self) -> bool:
+        return self.rung.in_eight_bits
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        other = workload.mask not in (Full(), Causal()) or workload.seqlen_q != workload.seqlen_k
+        wrong = ["the ladder takes full and causal masks of equal lengths only"] * other + self.rung.why_not(workload.problem(device))
+        return wrong + (["the ladder has the usual scale only"] if workload.scale is not None else [])
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        causal, kept = workload.mask == Causal(), []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # views, as heads come first in memory
+            if self.in_eight_bits and not (kept and all(x is y for x, y in zip((q, k, v), kept[0], strict=True))):
+                kept[:] = (q, k, v), self.rung.operands(*heads, workload.softmax_scale)
+            o = self.rung(*heads, causal=causal, operands=kept[1] if kept else None)
+            return o.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+        return attend
+
+
+@dataclass(frozen=True)
+class DecodeOnLadder:
+    """A rung of the ladder's branch for decoding: contiguous caches, one new token."""
+
+    rung: DecodeRung
+
+    @property
+    def name(self) -> str:
+        return self.rung.name
+
+    def why_not(self, cell: Cell, device: torch.device) -> list[str]:
+        wrong = ["the ladder takes contiguous caches only"] if cell.page else []
+        wrong += ["the ladder takes one new token only"] if cell.new > 1 else []
+        return wrong + ([f"{self.name} runs on a Hopper GPU"] if device.type != "cuda" else [])
+
+    def prepare(self, caches: Caches) -> Callable[[int], Tensor]:
+        q = caches.q.squeeze(1)
+        return lambda copy: self.rung(q, *caches.copies[copy], caches.seqlens).unsqueeze(1)

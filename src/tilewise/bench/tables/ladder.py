@@ -1,0 +1,166 @@
+"""The ladder's measurements as tables: every rung beside its peers, in the terminal and in the README and the worklog."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilewise.bench.compare import fastest
+from tilewise.bench.sets import tokens
+from tilewise.bench.store import Row, latest
+from tilewise.bench.tables.rows import MISSING, header, line
+from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+CLOCKS = ("graph", "events", "wall")  # the one that counts for a kernel, first
+PLACE = {"head_dim": 128, "seqlen_k": 8192}  # where rungs are compared by one number
+MASKS = {"Full()": "full", "Causal()": "causal"}
+Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, seqlen
+
+
+def cells_of(rows: Iterable[Row]) -> Cells:
+    """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts; a rung's under its first name."""
+    cells: Cells = {}
+    timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd")
+    for row in latest(replace(row, impl=ALIASES.get(row.impl, row.impl)) for row in timed):
+        place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
+        if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
+            cells[place] = row
+    return cells
+
+
+def _contenders(cells: Cells) -> list[str]:
+    """The ladder's in its order, then the peers in the rows' order."""
+    found = list(dict.fromkeys(impl for impl, *_ in cells))
+    return [name for name in (*RUNGS, *VARIANTS) if name in found] + [name for name in found if not _ours(name)]
+
+
+def _ours(name: str) -> bool:
+    return name in RUNGS or name in VARIANTS
+
+
+def rate(row: Row | None) -> str:
+    """TFLOP/s on visible pairs."""
+    return MISSING if row is None else f"{row.flops_per_s * 1e-12:.{0 if row.flops_per_s >= 1e14 else 1}f}"
+
+
+def ladder_table(rows: Iterable[Row]) -> "Table":
+    """TFLOP/s for the terminal: a line a contender, a column a length, a block a head_dim and mask."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    cells = cells_of(rows)
+    lengths = sorted({seqlen for *_, seqlen in cells})
+    made = Table(title="TFLOP/s on visible pairs", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    made.add_column("head_dim, mask")
+    made.add_column("contender", style="cyan")
+    for seqlen in lengths:
+        made.add_column(tokens(seqlen), justify="right")
+    for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
+        here = [name for name in _contenders(cells) if any((name, head_dim, mask, seqlen) in cells for seqlen in lengths)]
+        for place, name in enumerate(here):
+            made.add_row(f"{head_dim} {mask}" if place == 0 else "", name, *(rate(cells.get((name, head_dim, mask, n))) for n in lengths))
+        made.add_section()
+    return made
+
+
+def ladder_markdown(rows: Iterable[Row]) -> str:
+    """A line a rung: its idea, its rate at PLACE without and with causal mask, and what share of the machine's matmul rate that is."""
+    cells, place = cells_of(rows), (PLACE["head_dim"], PLACE["seqlen_k"])
+    if not cells:
+        return "No measurement of the ladder is committed yet."
+    where = f"head_dim {place[0]}, {tokens(place[1])}"
+    lines = header("", "idea", "full, TFLOP/s", "causal", "full, of the matmul rate", left=2)
+    for name in (*RUNGS, *VARIANTS, *(name for name in _contenders(cells) if not _ours(name))):
+        title = (RUNGS | VARIANTS)[name].title if _ours(name) else "peer"
+        full, causal = (cells.get((name, place[0], mask, place[1])) for mask in MASKS.values())
+        if not _ours(name) and full is None and causal is None:
+            continue
+        lines.append(line((name, title, rate(full), rate(causal), _share(full))))
+    eight = [name for name in _contenders(cells) if _ours(name) and RUNGS[name.partition(":")[0]].in_eight_bits]
+    dtypes = f"bf16, of {', '.join(eight)} in e4m3, quantised ahead" if eight else "bf16"
+    return "\n".join([*lines, "", f"{where}, 16,384 tokens in all, forward in {dtypes}. {_where(cells)}"])
+
+
+def _share(row: Row | None) -> str:
+    if row is None or not row.ceiling_flops_per_s:
+        return MISSING
+    return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
+
+
+def rung_markdown(rows: Iterable[Row], name: str) -> str:
+    """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
+    if not _ours(name):
+        raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
+    cells = cells_of(rows)
+    if not cells:
+        return "No measurement of the ladder is committed yet."
+    if name not in (measured := {impl for impl, *_ in cells}):
+        return f"{name} is not measured yet."
+    before = _before(name, measured)
+    lengths = sorted({seqlen for *_, seqlen in cells})
+    lines = header("TFLOP/s", "", *map(tokens, lengths), left=2)
+    for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
+        where = f"{head_dim} {mask}"
+        for each in (*([before] if before else []), name):
+            shown = (rate(cells.get((each, head_dim, mask, seqlen))) for seqlen in lengths)
+            lines.append(f"| {where} | {each} | {' | '.join(f'**{text}**' if each == name else text for text in shown)} |")
+        best = (_best_peer(cells, head_dim, mask, seqlen) for seqlen in lengths)
+        lines.append(f"| {where} | best peer | {' | '.join(f'{rate(row)} {row.impl}' if row else MISSING for row in best)} |")
+    kept = {place: row for place, row in cells.items() if place[0] in (before, name) or not _ours(place[0])}
+    return "\n".join([*lines, "", _where(kept)])
+
+
+def _before(name: str, measured: set[str]) -> str | None:
+    """The next rung below that is measured; of a variant, the rung it is a variant of."""
+    if name in VARIANTS:
+        return name.partition(":")[0]
+    order = list(RUNGS)
+    return next((rung for rung in reversed(order[: order.index(name)]) if rung in measured), None)
+
+
+def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | None:
+    peers = [row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)]
+    return fastest(peers)
+
+
+def _where(cells: Cells) -> str:
+    """The machine and the software of the first row; runs of several days are told apart."""
+    runs = {_date(row): row for row in sorted(cells.values(), key=_date, reverse=True)}  # each day's first row
+    first, *later = (runs[date] for date in sorted(runs))
+    found = first.environment
+    words = [str(found.get("device", "no machine")), f"torch {found.get('torch', MISSING)}"]
+    if found.get("nvidia-cutlass-dsl"):
+        words.append(f"CuTe DSL {found['nvidia-cutlass-dsl']}")
+    text = f"Measured on {', '.join(words)}, {_date(first)}; medians, side by side in one process{_matmul(first)}."
+    return " ".join([text, *(f"Of {_date(row)}: {_names(cells, row)}{_matmul(row)}." for row in later)])
+
+
+def _names(cells: Cells, of: Row) -> str:
+    return ", ".join(dict.fromkeys(row.impl for row in cells.values() if _date(row) == _date(of)))
+
+
+def _date(row: Row) -> str:
+    return str(row.environment.get("date", MISSING))[:10]
+
+
+def _matmul(row: Row) -> str:
+    return f"; a large matmul in the same run: {row.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s" if row.ceiling_flops_per_s else ""
+
+
+_LADDER = re.compile(r"(<!-- ladder:begin -->\n).*?(<!-- ladder:end -->)", re.DOTALL)
+_RUNG = re.compile(r"(<!-- table:(?P<name>\S+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+
+def fill_ladder(text: str, rows: Iterable[Row], where: str = "text") -> str:
+    """`text` with what stands between `<!-- ladder:begin -->` and `<!-- ladder:end -->`, and between `<!-- table:RUNG -->` and
+    `<!-- /table -->`, rewritten. Raises ValueError for a table of no rung, and for a begin without its end."""
+    rows = list(rows)
+    for begin, pattern in ((r"<!-- ladder:begin -->", _LADDER), (r"<!-- table:\S+ -->", _RUNG)):
+        begun, ended = len(re.findall(begin, text)), len(pattern.findall(text))
+        if begun != ended:
+            raise ValueError(f"{where}: {begun} {begin!r} and {ended} with an end after them, each marker on a line of its own")
+    text = _LADDER.sub(lambda match: f"{match[1]}\n{ladder_markdown(rows)}\n\n{match[2]}", text)
+    return _RUNG.sub(lambda match: f"{match[1]}\n{rung_markdown(rows, match['name'])}\n\n{match[3]}", text)

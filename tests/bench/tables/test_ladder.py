@@ -1,0 +1,120 @@
+"""The ladder's tables say what the rows say, and those that are committed are what the rows make."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tilewise.bench import store
+from tilewise.bench.store import Row
+from tilewise.bench.tables import fill, ladder, verdicts
+from tilewise.ladder import RUNGS, VARIANTS
+
+ROOT = Path(__file__).parents[3]
+NONE = "No measurement of the ladder is committed yet."
+
+
+def row(impl, rate, *, head_dim=128, mask="Full()", seqlen=8192, clock="events", **changes):
+    case = {"batch": 16384 // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads_q": 2048 // head_dim, "heads_k": 2048 // head_dim}
+    case |= {"head_dim": head_dim, "head_dim_v": head_dim, "mask": mask, "dtype": "bf16", "direction": "fwd"}
+    where = {"device": "an H100", "torch": "2.13", "nvidia-cutlass-dsl": "4.8.1", "date": "2026-11-21T08:00:00+00:00"}
+    fields = {"passed": True, "median_s": 1e-3, "flops_per_s": rate * 1e12, "ceiling_flops_per_s": 8e14, "environment": where}
+    return Row(**({"impl": impl, "name": "ladder", "case": case, "clock": clock} | fields | changes))
+
+
+ROWS = [
+    row("k5", 584.2),
+    row("k5", 450.0, mask="Causal()"),
+    row("k6", 600.0),
+    row("k6", 659.4),  # measured again
+    row("k6", 100.0, clock="wall"),
+    row("k6", 480.0, seqlen=512),
+    row("k1", 1.34),
+    row("sdpa:cudnn", 671.0),
+    row("fa4", 662.0),
+    row("fa4", 500.0, seqlen=512),
+    row("fa3", 0.0, median_s=None, clock="none", reason="not installed"),
+    row("k6", 999.0, name="papers"),
+]
+
+
+def test_one_number_a_rung():
+    lines = ladder.ladder_markdown(ROWS).splitlines()
+    assert "| k1 | three kernels, the score matrix in global memory | 1.3 | – | 0.2% |" in lines
+    assert "| k5 | two or three consumers share wider tiles and the producer's registers | 584 | 450 | 73% |" in lines
+    assert "| k6 | the next scores under this softmax as well | 659 | – | 82% |" in lines
+    assert "| sdpa:cudnn | peer | 671 | – | 84% |" in lines and not any("fa3" in line for line in lines)
+    assert [line.split(" | ")[0] for line in lines[2:17]] == [f"| {name}" for name in (*RUNGS, *VARIANTS)]
+    assert lines[-1] == (
+        "head_dim 128, 8k, 16,384 tokens in all, forward in bf16. Measured on an H100, torch 2.13, CuTe DSL 4.8.1, 2026-11-21; medians, "
+        "side by side in one process; a large matmul in the same run: 800 TFLOP/s."
+    )
+
+
+def test_rungs_in_eight_bits_are_named():
+    last = ladder.ladder_markdown([*ROWS, row("k8", 950.0), row("k7", 1000.0)]).splitlines()[-1]
+    assert "forward in bf16, of k7, k8 in e4m3, quantised ahead. Measured" in last
+
+
+def test_a_rung_between_the_one_before_and_the_best_peer():
+    assert ladder.rung_markdown(ROWS, "k6").splitlines()[:8] == [
+        "| TFLOP/s | | 512 | 8k |",
+        "|---|---|---:|---:|",
+        "| 128 full | k5 | – | 584 |",
+        "| 128 full | k6 | **480** | **659** |",
+        "| 128 full | best peer | 500 fa4 | 671 sdpa:cudnn |",
+        "| 128 causal | k5 | – | 450 |",
+        "| 128 causal | k6 | **–** | **–** |",
+        "| 128 causal | best peer | – | – |",
+    ]
+    assert "k0" not in ladder.rung_markdown(ROWS, "k1")
+    assert "| 128 full | k6 |" in ladder.rung_markdown([*ROWS, row("k6:overlap", 600.0)], "k6:overlap")
+    assert "| 128 full | k6_1 | **–** | **640** |" in ladder.rung_markdown([*ROWS, row("k6:turns", 640.0)], "k6_1")
+    assert ladder.rung_markdown(ROWS, "k5_1") == "k5_1 is not measured yet."
+    with pytest.raises(ValueError, match="k9 is no rung; there are k1, k2"):
+        ladder.rung_markdown(ROWS, "k9")
+
+
+def test_tables_in_the_terminal():
+    from rich.console import Console
+
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(ladder.ladder_table(ROWS))
+    console.print(verdicts([*ROWS[:1], replace(ROWS[0], impl="k2", passed=False, reason="missed [o]", error=None)]))
+    text = console.export_text()
+    assert "659" in text and "128 causal" in text and text.index("k1 ") < text.index("k5 ") < text.index("sdpa:cudnn")
+    assert "passed" in text and "wrong: missed [o]" in text
+    assert ladder.ladder_table([]).row_count == 0
+
+
+DOCUMENT = """<!-- ladder:begin -->
+old
+<!-- ladder:end -->
+between
+<!-- table:k6 -->
+<!-- /table -->
+<!-- table:k1 -->
+old
+<!-- /table -->
+"""
+
+
+def test_markers():
+    text = fill(DOCUMENT, ROWS)
+    assert "old" not in text and "\nbetween\n" in text and "| k6 | the next" in text and "| 128 full | k6 | **480**" in text
+    assert fill(text, ROWS) == text
+    assert fill(DOCUMENT, []).count(NONE) == 3
+    for wrong in ("<!-- ladder:begin -->\n", "<!-- table:k6 -->\nno end", "<!-- table:k9 -->\n<!-- /table -->"):
+        with pytest.raises(ValueError, match=r"page.md: 1|k9 is no rung"):
+            fill(wrong, ROWS, "page.md")
+
+
+def test_the_committed_tables_are_what_the_rows_make():
+    rows = store.load(*sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")))
+    marked = 0
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        marked += "<!-- ladder:begin -->" in text
+        assert fill(text, rows, path.name) == text, f"{path.name}: run `tilewise report`"
+    assert marked >= 2
