@@ -6,7 +6,7 @@ Scores are counted by visible (query, key) pairs, so that a mask's saving appear
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ class Shape:
     heads_q: int
     heads_k: int
     head_dim: int
-    head_dim_v: int = cast(int, None)  # None: head_dim, which __post_init__ puts there
+    head_dim_v: int = None  # pyright: ignore[reportAssignmentType]  (None: head_dim, which __post_init__ puts there)
     dtype: torch.dtype = torch.bfloat16
-    pairs: int = cast(int, None)  # None: all_pairs, likewise
+    pairs: int = None  # pyright: ignore[reportAssignmentType]  (None: all_pairs, likewise)
 
     def __post_init__(self):
         if self.head_dim_v is None:
