@@ -3,14 +3,21 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-slow kernels kernels-layout kernel-table lint docs wheel wheels sanitize clean
+.PHONY: demo test check types test-slow kernels kernels-layout kernel-table lint docs wheel wheels sanitize clean
 
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
 
-test: $(VENV)/installed
-	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+test: check
 	$(RUN) -m pytest -n auto --dist worksteal
+
+# What `make lint` would change; changes nothing.
+check: $(VENV)/installed
+	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+
+types: $(VENV)/installed
+	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[lint]'
+	$(RUN) -m basedpyright
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
@@ -30,8 +37,7 @@ kernels-layout: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
-	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[lint]'
-	$(RUN) -m basedpyright
+	$(MAKE) types
 
 docs: $(VENV)/installed
 	$(RUN) -m mkdocs --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'

@@ -23,7 +23,7 @@ from tilewise.merge import merge
 from tilewise.quantising import quantise
 from tilewise.varlen import attention_varlen
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Band",

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tilewise import __version__
 from tilewise.backends.hopper import Hopper, warmup
 from tilewise.cli import doctor
 from tilewise.errors import UnsupportedError
@@ -254,7 +255,7 @@ def test_the_wheel_says_what_is_in_it_and_under_which_terms(tool, tmp_path):
     if not cache.library():
         pytest.skip("the DSL is not installed, or not for this processor")
     with zipfile.ZipFile(tool.write(tmp_path, {})) as archive:
-        about = "tilewise_kernels_sm90-0.1.0.dist-info"
+        about = f"tilewise_kernels_sm90-{__version__}.dist-info"
         named = re.findall(r"^License-File: (.*)$", archive.read(f"{about}/METADATA").decode(), re.MULTILINE)
         held = {name: archive.read(f"{about}/licenses/{name}").decode() for name in named}
     assert set(held) == {"LICENSE", "NOTICE", "LICENSE.zig"}
@@ -263,10 +264,10 @@ def test_the_wheel_says_what_is_in_it_and_under_which_terms(tool, tmp_path):
 
 
 def test_the_wheel(wheel, tool, small):
-    assert wheel.name == "tilewise_kernels_sm90-0.1.0-py3-none-manylinux2014_x86_64.whl"
+    assert wheel.name == f"tilewise_kernels_sm90-{__version__}-py3-none-manylinux2014_x86_64.whl"
     with zipfile.ZipFile(wheel) as archive:
         names, read = archive.namelist(), archive.read
-        about = "tilewise_kernels_sm90-0.1.0.dist-info"
+        about = f"tilewise_kernels_sm90-{__version__}.dist-info"
         record = {name: (digest, size) for name, digest, size in csv.reader(io.StringIO(read(f"{about}/RECORD").decode()))}
         assert record.keys() == set(names) and all(info.external_attr >> 16 == 0o644 for info in archive.infolist())
         for name in set(names) - {f"{about}/RECORD"}:
@@ -274,7 +275,7 @@ def test_the_wheel(wheel, tool, small):
         said = read(f"{about}/METADATA").decode()
         entry, *others = [read(name) for name in names if name.endswith(".so")]
     assert (
-        "Requires-Dist: tilewise==0.1.0" in said
+        f"Requires-Dist: tilewise=={__version__}" in said
         and "Requires-Dist: apache-tvm-ffi>=0.1.15" in said
         and f"\n{1 + len(others)} kernels, compiled" in said
     )

@@ -19,7 +19,7 @@ def item(name: str, version: str, **source) -> dict:
 
 
 def test_lines_of_a_report(tool):
-    here, numpy = item("tilewise", "0.1.0", dir_info={}), item("numpy", "2.4.6", archive_info={"hashes": {"sha256": "ab" * 32}})
+    here, numpy = item("tilewise", "9.8.7", dir_info={}), item("numpy", "2.4.6", archive_info={"hashes": {"sha256": "ab" * 32}})
     other = item("Jinja2", "3.1.6", archive_info={"hashes": {"md5": "0", "sha256": "cd" * 32}})
     assert tool.requirements({"install": [numpy, here, other]}) == [
         f"Jinja2==3.1.6 --hash=sha256:{'cd' * 32}",

@@ -39,9 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _traces(arguments: argparse.Namespace):
     known = {**RUNGS, **VARIANTS}
-    names = (
-        [name for name in known if name != "k1"] if arguments.names == ["all"] else [ALIASES.get(name, name) for name in arguments.names]
-    )
+    asked: list[str] = arguments.names
+    names = [name for name in known if name != "k1"] if asked == ["all"] else [ALIASES.get(name, name) for name in asked]
     if unknown := [name for name in names if name not in known and not name.endswith(".npz")]:
         raise UnsupportedError(f"no rung is called {unknown[0]!r}; there are {', '.join(known)}")
     heads = max(1, 16384 // arguments.seqlen) * (2048 // arguments.head_dim)  # 16,384 tokens, hidden 2048

@@ -21,7 +21,7 @@ __all__ = [
 
 def __getattr__(name):
     if name in ("rearrange", "repeat"):  # the peer's module has them of einops, and some (verl) import them from there
-        import einops
+        import einops  # pyright: ignore[reportMissingImports]
 
         return getattr(einops, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -266,8 +266,8 @@ def pairs_of(program: Program, result: Any, batch: int, heads: int, seqlen_q: in
     masks = [[program.mask(b, h, seqlen_q, seqlen_k, result) for h in each_head] for b in entries]
     by_head = [_merged(each) for each in masks]
     if all(each == by_head[0] for each in by_head):
-        heads = by_head[0]
-        return heads[0][1] if len(heads) == 1 else PerHead({(each.start, each.stop): mask for each, mask in heads})
+        merged = by_head[0]
+        return merged[0][1] if len(merged) == 1 else PerHead({(each.start, each.stop): mask for each, mask in merged})
     bits = np.stack([np.stack([Bitmap.of_bands(mask.resolve(seqlen_q, seqlen_k)).bits for mask in each]) for each in masks])
     return Packed(torch.from_numpy(bits), seqlen_k)  # masks by batch entry have no other form
 

@@ -81,6 +81,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next byte at every position: (batch, seqlen) int64 -> logits (batch, seqlen, vocabulary)."""
 
+    angles: Tensor  # (context, 1, head_dim / 2), a buffer
+
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)

@@ -33,9 +33,9 @@ class Shape:
     heads_q: int
     heads_k: int
     head_dim: int
-    head_dim_v: int | None = None
+    head_dim_v: int = None  # pyright: ignore[reportAssignmentType]  (None: head_dim, which __post_init__ puts there)
     dtype: torch.dtype = torch.bfloat16
-    pairs: int | None = None
+    pairs: int = None  # pyright: ignore[reportAssignmentType]  (None: all_pairs, likewise)
 
     def __post_init__(self):
         if self.head_dim_v is None:
@@ -265,6 +265,7 @@ class Estimate:
         text = [f"{self.flops / 1e9:,.2f} GFLOP on visible pairs"]
         text += [f"{name}: {self.bytes[name] / 1e6:,.1f} MB through HBM, {self.intensity[name]:,.1f} FLOP/byte" for name in self.bytes]
         if self.machine is not None:
+            assert self.seconds is not None and self.attainable is not None  # `estimate` has them of every machine
             text.append(
                 f"{self.machine.name}: ridge {self.ridge:,.0f} FLOP/byte, bound by {self.bound}, "
                 f"at best {self.seconds * 1e6:,.1f} us = {self.attainable / 1e12:,.1f} TFLOP/s"
@@ -273,7 +274,7 @@ class Estimate:
             f"{name}: {launch.blocks} thread blocks, {launch.idle_sms} SMs idle, {launch.waves} waves, tail {launch.tail_efficiency:.0%}"
             for name, launch in self.launches.items()
         ]
-        if self.blocks_per_sm is not None:
+        if self.blocks_per_sm is not None and self.smem_bytes is not None:
             registers = " + ".join(f"{count} {name}" for name, count in self.registers.items())
             fit = f"{self.blocks_per_sm} blocks an SM" if self.blocks_per_sm else "more than one thread block may take"
             text.append(f"tile: {self.smem_bytes / KB:,.0f} KB of shared memory, {registers} registers a thread, {fit}")
@@ -302,7 +303,7 @@ def estimate(shape: Shape, *, machine: Machine | None = None, tile: Tile | None 
         "exponentials": shape.pairs * len(DIRECTIONS[direction]) / machine.exp_peak,
         "memory": moved["once"] / machine.hbm_bandwidth,
     }
-    bound = max(seconds, key=seconds.get)
+    bound = max(seconds, key=seconds.__getitem__)
     blocks_per_sm = tile.blocks_per_sm(shape, machine) if tile else None
     known["launches"] = {
         "FA1": Launch.of(fa1_blocks(shape), machine),

@@ -4,6 +4,7 @@ A table is canonical where every band is: see `Bands`. Functions take and give c
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 from numpy import ndarray
@@ -78,7 +79,8 @@ def canonical(table: ndarray, keep_empty: bool = False) -> ndarray:
 def overlapping(a0: ndarray, a1: ndarray, b0: ndarray, b1: ndarray) -> tuple[ndarray, ndarray]:
     """All (i, j) for which [a0, a1)[i] and [b0, b1)[j] share a number. The one that starts later starts inside the other."""
     found = []
-    for (x0, x1), y0, side in (((a0, a1), b0, "left"), ((b0, b1), a0, "right")):
+    sides: tuple[tuple[tuple[ndarray, ndarray], ndarray, Literal["left", "right"]], ...] = (((a0, a1), b0, "left"), ((b0, b1), a0, "right"))
+    for (x0, x1), y0, side in sides:
         order = np.argsort(y0, kind="stable")
         first = np.searchsorted(y0[order], x0, side=side)  # equal starts are found from the first side only
         owner, place = expand(np.maximum(np.searchsorted(y0[order], x1, side="left") - first, 0))

@@ -171,7 +171,7 @@ def _packed(dense: ndarray) -> ndarray:
 
 def _digest(tensor: Tensor, bits: ndarray) -> bytes:
     state = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    state.update(bits)
+    state.update(bits.data)
     return state.digest()
 
 

@@ -158,16 +158,17 @@ class Documents(Mask):
                 f"Documents: cu_seqlens_k describes {len(cu_k) - 1} documents and cu_seqlens_q {len(cu_q) - 1}; "
                 "they must describe the same documents (an absent document has length 0)"
             )
-        if self.inner is None:
-            object.__setattr__(self, "inner", Full())  # not a default value: torch.compile traces its construction only
-        check_inner(self.inner)
+        inner = Full() if self.inner is None else self.inner  # not a default value: torch.compile traces its construction only
+        check_inner(inner)
+        object.__setattr__(self, "inner", inner)
         object.__setattr__(self, "cu_seqlens_q", cu_q)
         object.__setattr__(self, "cu_seqlens_k", cu_k)
         keys = "" if cu_k == cu_q else f",{list(cu_k)}"
-        inner = "" if self.inner.kind == "full" else f",inner={self.inner.source}"
-        self._set("runs", f"Documents({list(cu_q)}{keys}{inner})".replace(" ", ""))
+        among = "" if inner.kind == "full" else f",inner={inner.source}"
+        self._set("runs", f"Documents({list(cu_q)}{keys}{among})".replace(" ", ""))
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        assert self.cu_seqlens_k is not None and self.inner is not None  # since __post_init__
         check_fits("Documents: cu_seqlens_q", self.cu_seqlens_q[-1], "seqlen_q", blocks.q1 - blocks.q0)
         check_fits("Documents: cu_seqlens_k", self.cu_seqlens_k[-1], "seqlen_k", blocks.k1 - blocks.k0)
         cu_q, cu_k = np.array(self.cu_seqlens_q), np.array(self.cu_seqlens_k)
@@ -206,7 +207,7 @@ class Unread(Mask):
     def read(self) -> Documents:
         """The mask with the values that the tensors hold now. Keys that are not used are documents without queries, after each of the others."""
         self._check_used()
-        return Documents(*self.ends(), inner=self.inner)
+        return Documents(*self.ends(), inner=self.inner)  # pyright: ignore[reportArgumentType]  (made from any integers)
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """cu_seqlens of `read`, where the tensors are: (documents + 1,), or (2 documents + 1,) each with `seqused_k`."""
@@ -219,8 +220,9 @@ class Unread(Mask):
     def documents(self) -> list[tuple[int, int, int, int]]:
         """(q0, q1, k0, k1) of each document, with the keys that are used."""
         read, step = self.read(), 1 if self.seqused_k is None else 2
+        assert read.cu_seqlens_k is not None  # since __post_init__
         pairs = [*zip(pairwise(read.cu_seqlens_q), pairwise(read.cu_seqlens_k), strict=True)]
-        return [(*q, *k) for q, k in pairs[::step]]
+        return [(q0, q1, k0, k1) for (q0, q1), (k0, k1) in pairs[::step]]
 
     def check(self, seqlen_q: int, seqlen_k: int) -> None:
         """Raise what `read` and `planes` would; the values are read once, and again after torch's operators wrote to the tensors."""
@@ -343,7 +345,7 @@ class Slices(Mask):
         """The slices that are `mask` at these lengths; at most three a band, and they do not overlap."""
         if not isinstance(mask, Mask):
             raise ValueError(f"Slices.from_mask: mask must be a mask, got {type(mask).__name__} {mask!r:.100}")
-        return cls(*mask.slices(seqlen_q, seqlen_k))
+        return cls(*mask.slices(seqlen_q, seqlen_k))  # pyright: ignore[reportArgumentType]  (made from any integers)
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         q, k = np.array(self.q_ranges, np.int64).reshape(-1, 2), np.array(self.k_ranges, np.int64).reshape(-1, 2)

@@ -108,7 +108,8 @@ def listed_blocks(block_mask: "BlockMask") -> np.ndarray:
 
 def lists_extent(block_mask: "BlockMask") -> tuple[int, int]:
     """(batch, heads) that the lists tell apart, 1 where one stands for all."""
-    return (1, 1, *block_mask.kv_num_blocks.shape[:-1])[-2:]
+    *_, batch, heads = 1, 1, *block_mask.kv_num_blocks.shape[:-1]
+    return batch, heads
 
 
 def mask_extent(block_mask: "BlockMask", batch: int, heads: int) -> tuple[int, int]:

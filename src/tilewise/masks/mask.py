@@ -189,7 +189,8 @@ class Combined(Mask):
     def __post_init__(self) -> None:
         kinds = {self.left.kind, self.right.kind}
         held = self.left.source is None or self.right.source is None
-        extent = tuple(joint_extent(name, a, b) for name, a, b in zip(("batch", "heads"), self.left.extent, self.right.extent, strict=True))
+        (batch, heads), (other_batch, other_heads) = self.left.extent, self.right.extent
+        extent = joint_extent("batch", batch, other_batch), joint_extent("heads", heads, other_heads)
         kind = "bitmap" if "bitmap" in kinds else "runs"
         if self.operation == "&" and kinds <= {"full", "band"}:
             kind = "band" if "band" in kinds else "full"
@@ -271,17 +272,17 @@ def _combined(first: Mask, steps: list[tuple[str, Mask]]) -> Mask:
 
 def _overlap(operation: str, one: Plane, two: Plane, made: dict) -> list[Plane]:
     """What `operation` gives where both planes apply; nothing where no batch entry and head has both."""
-    where = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True)]
-    if not all(where):
+    batch, heads = (range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one[:2], two[:2], strict=True))
+    if not (batch and heads):
         return []
     regions = [one.region, two.region]
     key = id(one.region), id(two.region)
     if key in made:
-        return [Plane(*where, made[key])]
+        return [Plane(batch, heads, made[key])]
     if any(isinstance(region, Bitmap) for region in regions):
         regions = [region if isinstance(region, Bitmap) else Bitmap.of_bands(region) for region in regions]
     made[key] = OPERATIONS[operation](*regions)
-    return [Plane(*where, made[key])]
+    return [Plane(batch, heads, made[key])]
 
 
 def _resolved(mask: Mask, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
@@ -296,7 +297,7 @@ def _bitmap_bytes(planes: tuple[Plane, ...]) -> int:
 
 
 def _band_bytes(planes: tuple[Plane, ...]) -> int:
-    return DERIVED * sum(plane.region.table.nbytes for plane in planes)
+    return DERIVED * sum(plane.region.table.nbytes for plane in planes if isinstance(plane.region, Bands))
 
 
 def _drop(planes: tuple[Plane, ...]) -> None:

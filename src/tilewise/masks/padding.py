@@ -63,6 +63,11 @@ class Padding(Mask):
             )
         return start, end
 
+    @property
+    def _inner(self) -> Mask:
+        assert self.inner is not None  # since __post_init__
+        return self.inner
+
     def _write(self, tensors: list[Tensor]) -> str:
         written = []
         for given in (self.lengths, self.start):
@@ -71,19 +76,19 @@ class Padding(Mask):
                 written.append(f"#{len(tensors) - 1}")
             else:
                 written.append(str(None if given is None else list(given)).replace(" ", ""))
-        if self.inner.kind != "full":
-            written.append(f"inner={self.inner.source}")
+        if self._inner.kind != "full":
+            written.append(f"inner={self._inner.source}")
         return f"Padding({','.join(written)})"
 
     def _key(self):
         if self.source is not None:
             return self.source
-        return "Padding", *(given if given is None else _values(given) for given in (self.lengths, self.start)), self.inner.source
+        return "Padding", *(given if given is None else _values(given) for given in (self.lengths, self.start)), self._inner.source
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         """Of a mask for one batch entry."""
         ((start, end),) = zip(*self.bounds(int((blocks.k1 - blocks.k0).min(initial=seqlen_k))), strict=True)
-        return self.inner._place(blocks._replace(k0=blocks.k0 + start, k1=blocks.k0 + end), seqlen_q, seqlen_k)
+        return self._inner._place(blocks._replace(k0=blocks.k0 + start, k1=blocks.k0 + end), seqlen_q, seqlen_k)
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         """Entries with the same keys have the same region, and neighbours among them one plane."""
@@ -95,7 +100,7 @@ class Padding(Mask):
         for entry, keys in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
             if keys not in regions:
                 whole = Blocks(*(np.array([edge]) for edge in (0, seqlen_q, *keys)))
-                regions[keys] = self.inner._place(whole, seqlen_q, seqlen_k)
+                regions[keys] = self._inner._place(whole, seqlen_q, seqlen_k)
             if planes and planes[-1].region is regions[keys]:
                 planes[-1] = planes[-1]._replace(batch=range(planes[-1].batch.start, entry + 1))
             else:

@@ -125,8 +125,8 @@ def _image(tiling: Tiling, title: str, format: str) -> str | bytes:
     zoom = max(PIXELS // max(*cells.shape, 1), 1)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{title} {runs.tile_m} {runs.tile_n}"}):
         aspect = min(max(region.seqlen_q, 1) / max(region.seqlen_k, 1), 3)
-        figure = Figure(figsize=(5.2, 4.6 * aspect + 1.1), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.1)  # inches; the label above the keys would touch the edge
+        figure = Figure(figsize=(5.2, 4.6 * aspect + 1.1))
+        figure.set_layout_engine("constrained", h_pad=0.1)  # inches; the label above the keys would touch the edge
         axes = figure.add_subplot()
         if cells.size:
             extent = (0, runs.n_blocks * runs.tile_n, runs.m_blocks * runs.tile_m, 0) if cells is tiling.grid else None

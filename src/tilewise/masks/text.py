@@ -37,7 +37,7 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
             case ast.Tuple(elts=items):
                 return tuple(value(item) for item in items)
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                return {value(key): value(item) for key, item in zip(keys, values, strict=True)}
+                return {value(key): value(item) for key, item in zip(filter(None, keys), values, strict=True)}
             case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
                 return OPERATIONS[type(op)](value(operand))
             case ast.BinOp():
@@ -51,7 +51,7 @@ def evaluate(text: str, constructors: Mapping[str, Callable], tensors: tuple) ->
                         result = operation(result, value(right))
                     return result
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in constructors and all(k.arg for k in keywords):
-                named = {keyword.arg: value(keyword.value) for keyword in keywords}
+                named = {str(keyword.arg): value(keyword.value) for keyword in keywords}
                 return constructors[name](*(value(arg) for arg in args), **named)
         raise ValueError(
             f"mask text {text!r:.200}: {ast.unparse(node)!r:.200} is not understood; expected {', '.join(constructors)}, "

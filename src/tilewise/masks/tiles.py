@@ -89,6 +89,7 @@ class Runs:
         if self.kind[run] == FULL:
             return np.ones((q1 - q0, k1 - k0), dtype=bool)
         if self.kind[run] == BAND:
+            assert isinstance(self.region, Bands)
             return within(Band(*self.region.table[self.ref[run]].tolist()), q0, q1, k0, k1)
         bits = self.bitmaps[self.ref[run], : q1 - q0]
         return np.unpackbits(bits, axis=1, count=k1 - k0).view(bool)
@@ -107,7 +108,8 @@ def lower(region: Bands | Bitmap, tile_m: int, tile_n: int) -> Runs:
     key = ("runs", tile_m, tile_n)
     runs = region.memo.get(key)
     if runs is None:
-        runs = region.memo[key] = (_lower_bands if isinstance(region, Bands) else _lower_bitmap)(region, tile_m, tile_n)
+        lowered = _lower_bands(region, tile_m, tile_n) if isinstance(region, Bands) else _lower_bitmap(region, tile_m, tile_n)
+        runs = region.memo[key] = lowered
     return runs
 
 
