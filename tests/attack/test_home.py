@@ -1,7 +1,9 @@
 """A user without a home, or with one that cannot be read: everything computes, and what keeps nothing says why in a sentence."""
 
+import itertools
 import os
 import pwd
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,8 +92,8 @@ def said(request, tmp_path, monkeypatch):
     for name in ("XDG_CACHE_HOME", "TILEWISE_CACHE_DIR", "TILEWISE_CACHE", "TILEWISE_CPU_LIBRARY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    for each in (tmp_path, *list(tmp_path.parents)[:2]):
-        each.chmod(0o755)
+    for each in (tmp_path, *itertools.takewhile(lambda folder: folder != Path(tempfile.gettempdir()), tmp_path.parents)):
+        each.chmod(0o755)  # pytest's own folders, of which a worker of xdist has one more
     make: Callable = request.param
     sentence = make(tmp_path, monkeypatch)
     with another_user():

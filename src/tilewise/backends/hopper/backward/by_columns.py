@@ -251,7 +251,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
         if const_expr(not config.dropout):
             subtract_delta(tile.acc_S, statistics, config)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
-        factor = received(tile, state.index)
+        factor = received(tile, state.index, config)
         differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
@@ -261,11 +261,11 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
-def received(tile: Tile, stage: Int32) -> cute.Tensor:
-    """The factor of dP - delta, fp16, that the first warpgroup left in shared memory, whose elements are called by the inputs' dtype."""
+def received(tile: Tile, stage: Int32, config: Constexpr[Config]) -> cute.Tensor:
+    """The factor of dP - delta that the first warpgroup left in shared memory, whose elements are called by the inputs' dtype: fp16, or P."""
     words = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
     cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(words))
-    return cute.recast_tensor(words, Float16)
+    return cute.recast_tensor(words, Float16) if const_expr(config.own_factor) else words
 
 
 @cute.jit
@@ -389,7 +389,7 @@ def step_apart(
         statistics = per_query(tile.statistics, stage)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         issue_dV(tile, stage)
-        factor = received(tile, stage)
+        factor = received(tile, stage, config)
         if const_expr(not config.dropout):
             subtract_delta(tile.acc_S, statistics, config)
         differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)

@@ -141,9 +141,10 @@ class Config(ScoreChanges):
     @property
     def own_factor(self) -> bool:
         """Whether the factor of dP - delta in dS, which goes through shared memory in fp16, is not P as it is rounded for dV: bf16 has three bits
-        less, and those of P would be lost in dK.
+        less, and those of P would be lost in dK. Under masks of tables at 256 it would spill 56 bytes.
         """
-        return not self.by_keys and bool(self.softcap or self.dropout or self.dtype == torch.bfloat16)
+        precise = self.dtype == torch.bfloat16 and not (self.sees == "runs" and self.head_dim == 256)
+        return not self.by_keys and bool(self.softcap or self.dropout or precise)
 
     @property
     def repairs(self) -> bool:
