@@ -15,7 +15,7 @@ from tilewise import errors
 from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Full, Mask, PerHead
-from tilewise.runtime import operator, repeats, vmaps  # noqa: F401 (vmaps registers itself)
+from tilewise.runtime import op, operator, repeats
 from tilewise.runtime.explain import Explanation, describe
 from tilewise.runtime.plain import watched
 
@@ -291,7 +291,7 @@ def check_out(out: Tensor, given: operator.Operands, packed: bool = False) -> No
     shape = (*given.q.shape[packed:-1], given.v.shape[-1])
     dtypes = IN_EIGHT_BITS_OUT if given.q.dtype in errors.EIGHT_BITS else (given.q.dtype,)
     errors.check_out(out, shape, given.q, gradient=given.grad, dtypes=dtypes)
-    inputs = {name: x for name, x in operator.named(given).items() if x is not None}
+    inputs = {name: x for name, x in op.named(given).items() if x is not None}
     if not operator.traced() and not watched((out, *inputs.values())):
         errors.check_apart("out", out, inputs)
 

@@ -1,15 +1,14 @@
 """What a CUDA graph can hold. A call that reads values on the host, such as a dense mask's, cannot be captured, and a graph would go on with the
-values of its capture. So each operator has a twin, called `..._reading`, which torch.compile leaves out of its graphs (mode="reduce-overhead").
+values of its capture. So each operator has a twin, which torch.compile leaves out of its graphs (mode="reduce-overhead"; op.py).
 
 Before torch.compile captures a call it runs it once, with all memory of the thread from the pool of its graphs, where nothing may stay that is no
-output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's (`apart`).
+output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's.
 """
 
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from tilewise.sm90 import jit, prebuilt
 ROW = 16  # bytes, of which rows of 8 bits and of caches have to be multiples
 LARGEST_HEAD = 256  # of the kernels
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
 
 
 def _constant(function: Callable) -> Callable:
@@ -84,32 +82,19 @@ def is_hopper(index: int | None) -> bool:
     return not jit.why_not_here(capability) or not (prebuilt.why_not() or prebuilt.why_no_gpu(capability))
 
 
-def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Callable:
-    """`kernel`, on copies of the mask's tensors: what was read of a tensor is kept until torch's operators write to it, and a graph's replay is none.
-
-    operands: what the kernel takes, after `skipped` others.
+def run_outside_pool(run: Callable[[tuple], tuple[Tensor | None, ...]], given: tuple) -> tuple:
+    """`run(given)`, of operands whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and
+    the results are copied to where they belong.
     """
-    at = skipped + operands._fields.index("mask_tensors")
-
-    def run(*given):
-        return kernel(*given[:at], [x.clone() for x in given[at] if "#" in given[at + 1]], *given[at + 1 :])
-
-    return run
-
-
-def apart(run: Callable[..., tuple[Tensor | None, ...]], *operands) -> tuple:
-    """`run(*operands)`, whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and the
-    results are copied to where they belong.
-    """
-    device = operands[0].device
+    device = given[0].device
     if not preparing(device):
-        return run(*operands)
+        return run(given)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     infers = torch.is_inference_mode_enabled()
 
     def there() -> tuple[Tensor | None, ...]:
         with torch.inference_mode(infers), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
-            return run(*operands)
+            return run(given)
 
     return tuple(x if x is None else x.clone() for x in _thread().submit(there).result())
 
