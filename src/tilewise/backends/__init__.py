@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 
@@ -48,6 +49,18 @@ class Backend(Protocol):
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
         raise NotImplementedError
+
+    def reads(self, problem: Problem) -> bool:
+        """Whether it reads values of tensors on a GPU on the host for a problem that it runs, so that no CUDA graph can hold the call. Of masks that
+        hold tensors it is asked about packed documents alone (`masks.Unread`).
+        """
+        return True
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        """As `reads`, for `decode`; `problem` has the caches' dtypes. page_size: tokens, None where there is no page table. in_keys: v_cache has the
+        strides of k_cache[..., :head_dim_v], as if it were that.
+        """
+        return True
 
     def missing(self, problem: Problem) -> str:
         """A sentence with the way out where this backend would run `problem` on this machine, if only what it needs were installed, or what was asked

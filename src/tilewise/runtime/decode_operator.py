@@ -68,8 +68,8 @@ AS_IN_CALL = tuple(name for name in Operands._fields if name in DecodeCall.__dat
 def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
     if ops.traced():
-        tensors = given.q, given.k_cache, given.v_cache
-        reads = graphs.decode_reads(*tensors, given.mask, op.held(given), given.backend, given.check)
+        how = given.mask, op.held(given), given.backend, given.check, given.page_table is not None
+        reads = graphs.decode_reads(given.q, given.k_cache, given.v_cache, *how)
         return (operator_reading if reads else operator)(*op.filled(given))
     if plain.watched((tensors := op.named(given)).values()):
         errors.check_local(tensors, function="decode")

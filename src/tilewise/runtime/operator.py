@@ -309,9 +309,7 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
         return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
-        operands, drawn = op.filled(operands), operands.rng is not None
-        reads = graphs.reads(operands.q, operands.v, operands.mask, op.held(operands), operands.backend, drawn or operands.by_document)
-        return (forward_reading if reads else forward)(*operands)
+        return (forward_reading if graphs.reads(operands) else forward)(*op.filled(operands))
     if watched(tensors):
         errors.check_local(op.named(operands))
         if TransformType.Functionalize in (active := transforms()):

@@ -22,7 +22,7 @@ from tilewise.backends.hopper.forward import plan as forward_plan
 from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
-from tilewise.masks import Unread
+from tilewise.masks import Mask, Unread
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import helpers, jit, prebuilt
 
@@ -50,6 +50,12 @@ class Hopper(Backend):
         if jit.why_no_compiler():
             return prebuilt.why_no_gpu(problem.capability)  # what prebuilt kernels there are, `decode` knows
         return jit.why_not_here(problem.capability)
+
+    def reads(self, problem: Problem) -> bool:
+        return bool(coverage.refused(problem))
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        return coverage.cuts_sequences(problem, mask, page_size, in_keys)
 
     def missing(self, problem: Problem) -> str:
         """What keeps a Hopper GPU that is here from running the problem: no compiler, and no prebuilt kernels."""
