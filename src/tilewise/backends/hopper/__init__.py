@@ -140,7 +140,7 @@ class Hopper(Backend):
         found = decoding.known(call, decode.decoder)
         return found and found.repeat(call, with_lse)
 
-    def repeat(self, call: Call) -> Repeat | None:
+    def bind(self, call: Call) -> Repeat | None:
         """The short way for more calls like this one (see runtime/repeats.py)."""
         if coverage.launched(call) is not call:
             return None
