@@ -134,9 +134,9 @@ def attention(
         given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out)
     if out is not None:
         check_out(out, given)
+    if usual and (known := repeats.bind(*tensors, options, given, beside)) is not None:
+        return known(*tensors, (*beside[:3], given.rng, *beside[4:]))
     o, lse, row_max = operator.attend(given, out)
-    if usual:
-        repeats.remember(*tensors, options, given, beside)
     if return_max_logits:
         largest = _largest(row_max)
         return (o, lse, largest) if return_lse else (o, largest)

@@ -100,7 +100,7 @@ def lie_in(found: set, *tensors) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_attention(case, on_gpu):
-    """Forward and backward, by the long way and by the short one."""
+    """Forward and backward, and both as a bound call."""
     call, backend, none = make(case, grad=True), Emulated(), (None,) * 6
     d_o, _ = upstream(case)
     other, d_o_too = changed(call, "q", "k", "v", "bias"), odd(d_o)
@@ -112,7 +112,7 @@ def test_attention(case, on_gpu):
     assert torch.equal(o, want[0]) and torch.equal(lse, want[1]) and all(map(torch.equal, grads[:3], wanted[:3]))
     assert lie_in(on_gpu, other.q, other.k, other.v, o, d_o_too) and (call.bias is None or lie_in(on_gpu, other.bias))
     on_gpu.clear()
-    again = backend.repeat(other)
+    again = backend.bind(other)
     o, lse = again.forward(other.q, other.k, other.v, (other.bias, *none[1:]), True)
     grads = again.backward(other.q, other.k, other.v, odd(o), lse, d_o_too, None, (other.bias, *none[1:]), False)
     assert torch.equal(o, want[0]) and torch.equal(lse, want[1]) and all(map(torch.equal, grads[:3], wanted[:3]))

@@ -9,15 +9,22 @@ from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 
-class Repeat(Protocol):
-    """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
+class Bound(Protocol):
+    """A call whose kernel and arguments were found, as a function of tensors of the same shapes, strides and dtypes: `Backend.bind`."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it may serve more calls: it depends on nothing that a tensor holds, and takes little memory."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`; q, k
-        and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen, head_dim_v), but need not.
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`, and rng None
+        for the call's own; q, k and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen,
+        head_dim_v), but need not.
         """
+        ...
 
     def backward(
         self,
@@ -127,8 +134,8 @@ class Backend(Protocol):
         """
         return None
 
-    def repeat(self, call: Call) -> Repeat | None:
-        """A shorter way for calls that differ in nothing but what their tensors hold (see runtime/repeats.py); None where there is none."""
+    def bind(self, call: Call) -> Bound | None:
+        """The call's kernel and arguments, found once (see runtime/repeats.py); None where `forward` and `backward` find them each time."""
         return None
 
     def describe(self) -> str:
