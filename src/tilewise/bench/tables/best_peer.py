@@ -206,7 +206,7 @@ def _others(compared: list[Cell]) -> str:
     """Ragged batches and common prefixes, a line each."""
     lines = ["| batch | tokens | us (TB/s) | best peer, us | ratio |", "|---|---:|---:|---:|---:|"]
     lines += [f"| {title_of(cell.case)} | {int(cell.case['tokens']):,} | {' | '.join(_us_of(cell))} |" for cell in compared]
-    return "\n".join(["Ragged batches, and a prefix that all sequences have, whose bytes count once:", "", *lines])
+    return "\n".join(["Ragged batches, and a prefix that all sequences have (its bytes count once):", "", *lines])
 
 
 def _why(title: str) -> str:
