@@ -20,7 +20,7 @@ from matplotlib.ticker import StrMethodFormatter
 
 from tilewise.bench.plots import COLOURS
 from tilewise.bench.store import load
-from tilewise.bench.tables.ladder import PLACE, cells_of
+from tilewise.bench.tables.ladder import at_place
 from tilewise.display.style import STYLE
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
@@ -30,7 +30,7 @@ from tilewise.masks.tiles import lower
 
 ROOT = Path(__file__).parents[1]
 FOLDER, RESULTS = ROOT / "docs" / "worklog" / "figures", ROOT / "benchmarks" / "results"
-PEERS = ("sdpa:cudnn", "fa3:vllm", "fa4")  # on the chart of the ladder
+PEERS = ("tilewise", "sdpa:cudnn", "fa3:vllm", "fa4")  # on the chart of the ladder
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY, BLACK = COLOURS
 LENGTHS = tuple(1 << n for n in range(10, 21))
 TILES = (16, 32, 64, 128, 256, 512)
@@ -378,14 +378,10 @@ def draw_turns(data: dict) -> str:
 
 def ladder() -> dict:
     """TFLOP/s of every measured rung, variant and peer at the place where rungs are compared by one number, without and with causal mask."""
-    cells = cells_of(row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path))
-    place = PLACE["head_dim"], PLACE["seqlen_k"]
-    rates = {
-        name: [short(cells[name, place[0], mask, place[1]].flops_per_s / 1e12) for mask in ("full", "causal")]
-        for name in (*RUNGS, *VARIANTS, *PEERS)
-        if (name, place[0], "full", place[1]) in cells
-    }
-    matmul = next(cells[name, place[0], "full", place[1]].ceiling_flops_per_s for name in rates)
+    found = at_place(row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path))
+    shown = {name: masks for name, masks in found.items() if name in (*RUNGS, *VARIANTS, *PEERS) and "full" in masks}
+    rates = {name: [short(masks[mask].flops_per_s / 1e12) for mask in ("full", "causal")] for name, masks in shown.items()}
+    matmul = next(masks["full"].ceiling_flops_per_s for masks in shown.values())
     return {"rates": rates, "matmul": short(matmul / 1e12), "peak": short(H100.peak[SHAPE.dtype] / 1e12)}
 
 

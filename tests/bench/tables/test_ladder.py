@@ -8,7 +8,7 @@ import pytest
 
 from tilewise.bench import store
 from tilewise.bench.store import Row
-from tilewise.bench.tables import fill, ladder, verdicts
+from tilewise.bench.tables import fill, ladder, readme, verdicts
 from tilewise.ladder import RUNGS, VARIANTS
 
 ROOT = Path(__file__).parents[3]
@@ -41,20 +41,46 @@ ROWS = [
 
 def test_one_number_a_rung():
     lines = ladder.ladder_markdown(ROWS).splitlines()
-    assert "| k1 | three kernels, the score matrix in global memory | 1.3 | – | 0.2% |" in lines
-    assert "| k5 | two or three consumers share wider tiles and the producer's registers | 584 | 450 | 73% |" in lines
-    assert "| k6 | the next scores under this softmax as well | 659 | – | 82% |" in lines
-    assert "| sdpa:cudnn | peer | 671 | – | 84% |" in lines and not any("fa3" in line for line in lines)
+    assert "| k1 | three kernels, the score matrix in global memory | 1.3 | – | 0.2% | 2026-11-21 |" in lines
+    assert "| k5 | two or three consumers share wider tiles and the producer's registers | 584 | 450 | 73% | 2026-11-21 |" in lines
+    assert "| k6 | the next scores under this softmax as well | 659 | – | 82% | 2026-11-21 |" in lines
+    assert "| sdpa:cudnn | peer | 671 | – | 84% | 2026-11-21 |" in lines and not any("fa3" in line for line in lines)
     assert [line.split(" | ")[0] for line in lines[2:17]] == [f"| {name}" for name in (*RUNGS, *VARIANTS)]
     assert lines[-1] == (
-        "head_dim 128, 8k, 16,384 tokens in all, forward in bf16. Measured on an H100, torch 2.13, CuTe DSL 4.8.1, 2026-11-21; medians, "
-        "side by side in one process; a large matmul in the same run: 800 TFLOP/s."
+        "Forward, batch 2, 8k tokens, 16 heads, head_dim 128, bf16. an H100, torch 2.13, CuTe DSL 4.8.1. "
+        "Rungs of one day, and peers of one day, ran in turns in one process."
     )
 
 
 def test_rungs_in_eight_bits_are_named():
     last = ladder.ladder_markdown([*ROWS, row("k8", 950.0), row("k7", 1000.0)]).splitlines()[-1]
-    assert "forward in bf16, of k7, k8 in e4m3, quantised ahead. Measured" in last
+    assert "head_dim 128, bf16 (k7, k8: e4m3, quantised beforehand). an H100" in last
+
+
+def later(impl, rate, device="an H100", **changes):
+    return row(impl, rate, name="papers", environment={"device": device, "date": "2026-11-25T08:00:00+00:00"}, **changes)
+
+
+NEWER = [
+    row("tilewise:hopper", 654.0),
+    later("fa4", 743.0),
+    later("tilewise", 777.0),
+    later("fa4", 999.0, "an H200"),
+    later("fa4", 999.0, seqlen=512),
+]
+
+
+def test_peers_and_the_production_kernel_are_of_the_newest_rows_of_the_case():
+    lines = ladder.ladder_markdown([*ROWS, *NEWER]).splitlines()
+    own = lines.index("| tilewise | the library's own kernel | 777 | – | 97% | 2026-11-25 |")
+    assert lines[own + 1 : own + 3] == ["| sdpa:cudnn | peer | 671 | – | 84% | 2026-11-21 |", "| fa4 | peer | 743 | – | 93% | 2026-11-25 |"]
+    assert "| tilewise | the library's own kernel | 654 " in ladder.ladder_markdown([*ROWS, *NEWER[:1]])
+
+
+def test_readme_has_the_last_rung_of_each_number_and_the_peers_of_our_day():
+    lines = readme.ladder([*ROWS, row("k6_1", 600.0), *NEWER]).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:-2]] == ["| k1", "| k5", "| k6", "| tilewise", "| fa4"]
+    assert lines[-3] == "| fa4 | peer | 743 | 2026-11-25 |"
 
 
 def test_a_rung_between_the_one_before_and_the_best_peer():
@@ -115,6 +141,6 @@ def test_the_committed_tables_are_what_the_rows_make():
     marked = 0
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
-        marked += "<!-- ladder:begin -->" in text
+        marked += "<!-- ladder:begin -->" in text or "<!-- tilewise:begin readme-ladder:" in text
         assert fill(text, rows, path.name) == text, f"{path.name}: run `tilewise report`"
     assert marked >= 2

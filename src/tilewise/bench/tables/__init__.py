@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tilewise.bench.store import Row
+from tilewise.bench.tables import readme
 from tilewise.bench.tables.best_peer import (
     against,
     against_best,
@@ -22,7 +23,7 @@ from tilewise.bench.tables.best_peer import (
 )
 from tilewise.bench.tables.hard_inputs import hard_tables, hard_verdicts
 from tilewise.bench.tables.ladder import cells_of, fill_ladder, ladder_table
-from tilewise.bench.tables.rows import METRICS, Metric, describe, highlights, machines, markdown, metric_of, table, verdicts
+from tilewise.bench.tables.rows import METRICS, Metric, describe, machines, markdown, metric_of, table, verdicts
 from tilewise.bench.tables.training import NAMES, training_table, trainings
 
 __all__ = [
@@ -54,7 +55,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "against-best": against_best,
     "by-kind": by_kind,
     "machines": machines,
-    "readme": highlights,
+    **{f"readme-{each.__name__}": each for each in (readme.papers, readme.ladder, readme.decode, readme.eight_bits, readme.cpu)},
     "hard-inputs": hard_tables,
     "models": models_table,
     "training": training_table,

@@ -44,17 +44,26 @@ def by_kind(rows: Iterable[Row]) -> str:
     """`against_best` with a line for all lengths of a direction, head_dim and mask: throughput at the longest, and the mean ratio."""
     rows = [row for row in latest(rows) if row.median_s is not None]
     measure = metric_of("throughput", rows)
-    kinds: dict[tuple, list[Cell]] = {}
-    for cell in cells_by_clock(rows):
-        if cell.ratio is not None:
-            kinds.setdefault((cell.case["direction"], cell.case["head_dim"], cell.case["mask"]), []).append(cell)
-    lines = header(f"{measure.unit} at the longest", MINE, "best other", "mean ratio, all lengths", "ahead")
-    for (direction, head_dim, mask), group in kinds.items():
-        longest = max(group, key=lambda cell: cell.case["seqlen_k"])
+    lines = header(f"{measure.unit}, longest length", MINE, "best other", "mean ratio, all lengths", "ahead")
+    for (direction, head_dim, mask), group in kinds(rows).items():
+        longest = longest_of(group)
         kind = escaped(f"{direction} d{head_dim} {mask}, {longest.case['seqlen_k']} tokens")
         rates = measure.text(longest.mine), f"{measure.text(longest.best)} {longest.best.impl}"
         lines.append(line((kind, *rates, f"{geometric_mean(ratios(group)):.2f}", ahead(ratios(group)))))
     return "\n".join([*lines, "", measured_on(rows)])
+
+
+def kinds(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Cell]]:
+    """The cells that have a ratio, by direction, head_dim and mask."""
+    found: dict[tuple[str, int, str], list[Cell]] = {}
+    for cell in cells_by_clock(rows):
+        if cell.ratio is not None:
+            found.setdefault((cell.case["direction"], cell.case["head_dim"], cell.case["mask"]), []).append(cell)
+    return found
+
+
+def longest_of(group: list[Cell]) -> Cell:
+    return max(group, key=lambda cell: cell.case["seqlen_k"])
 
 
 def _title(cell: Cell) -> str:
@@ -197,7 +206,7 @@ def _others(compared: list[Cell]) -> str:
     """Ragged batches and common prefixes, a line each."""
     lines = ["| batch | tokens | us (TB/s) | best peer, us | ratio |", "|---|---:|---:|---:|---:|"]
     lines += [f"| {title_of(cell.case)} | {int(cell.case['tokens']):,} | {' | '.join(_us_of(cell))} |" for cell in compared]
-    return "\n".join(["Ragged batches, and a prefix that all sequences have, whose bytes count once:", "", *lines])
+    return "\n".join(["Ragged batches, and a prefix that all sequences have (its bytes count once):", "", *lines])
 
 
 def _why(title: str) -> str:

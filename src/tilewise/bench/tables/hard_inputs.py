@@ -15,7 +15,7 @@ ERROR_LIMIT = 1.05  # of the best peer's
 EXPLAINED = (
     "Each cell: throughput of tilewise / of the fastest peer that is right (where none is, of the fastest, marked *); tilewise's time over its "
     "time on normal inputs, the two in turns; RMS error of tilewise / of the most accurate peer, of O forward, and backward of the gradient that "
-    "compares worst. The naive formula, whose gradients keep P, is no peer."
+    "compares worst. The naive formula, which keeps P for its gradients, is no peer."
 )
 
 

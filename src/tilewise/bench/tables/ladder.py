@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilewise.bench.compare import fastest
+from tilewise.bench.compare import MINE, fastest
 from tilewise.bench.sets import tokens
 from tilewise.bench.store import Row, latest
 from tilewise.bench.tables.rows import MISSING, header, line
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 CLOCKS = ("graph", "events", "wall")  # the one that counts for a kernel, first
 PLACE = {"head_dim": 128, "seqlen_k": 8192}  # where rungs are compared by one number
+PRODUCTION = "tilewise:hopper"  # how the ladder's sweep names what other sets name tilewise
+NOT_MEASURED = "No measurement of the ladder is committed yet."
 MASKS = {"Full()": "full", "Causal()": "causal"}
 Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, seqlen
 
@@ -66,25 +68,56 @@ def ladder_table(rows: Iterable[Row]) -> "Table":
     return made
 
 
+def at_place(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
+    """The rows at PLACE by contender and mask: the ladder's in its order, then the production kernel and the peers.
+
+    Of these the newest row of the same case on the same device counts, be it of the ladder's sweep or of the papers'.
+    """
+    rows = list(rows)
+    cells = {cell: row for cell, row in cells_of(rows).items() if (cell[1], cell[3]) == tuple(PLACE.values())}
+    cases = {(row.device, *sorted(row.case.items())) for row in cells.values()}
+    found: dict[str, dict[str, Row]] = {name: {} for name in (*RUNGS, *VARIANTS)} if cells else {}
+    for (name, _, mask, _), row in cells.items():
+        if _ours(name):
+            found[name][mask] = row
+    others = [row for row in rows if row.name in ("ladder", "papers") and row.median_s is not None]
+    others = [replace(row, impl=MINE) if row.impl == PRODUCTION else row for row in others if not _ours(ALIASES.get(row.impl, row.impl))]
+    for row in sorted(latest(others), key=lambda row: (row.impl != MINE, CLOCKS.index(row.clock))):
+        if (row.device, *sorted(row.case.items())) in cases:
+            found.setdefault(row.impl, {}).setdefault(MASKS[row.case["mask"]], row)
+    return found
+
+
+def title(name: str) -> str:
+    """The idea of a rung; what another contender is."""
+    return (RUNGS | VARIANTS)[name].title if _ours(name) else "the library's own kernel" if name == MINE else "peer"
+
+
 def ladder_markdown(rows: Iterable[Row]) -> str:
-    """A line a rung: its idea, its rate at PLACE without and with causal mask, and what share of the machine's matmul rate that is."""
-    cells, place = cells_of(rows), (PLACE["head_dim"], PLACE["seqlen_k"])
-    if not cells:
-        return "No measurement of the ladder is committed yet."
-    where = f"head_dim {place[0]}, {tokens(place[1])}"
-    lines = header("", "idea", "full, TFLOP/s", "causal", "full, of the matmul rate", left=2)
-    for name in (*RUNGS, *VARIANTS, *(name for name in _contenders(cells) if not _ours(name))):
-        title = (RUNGS | VARIANTS)[name].title if _ours(name) else "peer"
-        full, causal = (cells.get((name, place[0], mask, place[1])) for mask in MASKS.values())
-        if not _ours(name) and full is None and causal is None:
-            continue
-        lines.append(line((name, title, rate(full), rate(causal), _share(full))))
-    eight = [name for name in _contenders(cells) if _ours(name) and RUNGS[name.partition(":")[0]].in_eight_bits]
-    dtypes = f"bf16, of {', '.join(eight)} in e4m3, quantised ahead" if eight else "bf16"
-    return "\n".join([*lines, "", f"{where}, 16,384 tokens in all, forward in {dtypes}. {_where(cells)}"])
+    """A line a contender: its idea, its rates at PLACE, the share of the machine's matmul rate in the same run, and the day."""
+    found = at_place(rows)
+    if not found:
+        return NOT_MEASURED
+    lines = header("", "idea", "full, TFLOP/s", "causal", "full, of a large matmul's", "measured", left=2)
+    for name, row in found.items():
+        full, causal = row.get("full"), row.get("causal")
+        lines.append(line((name, title(name), rate(full), rate(causal), share(full), day(full))))
+    return "\n".join([*lines, "", caption([row for masks in found.values() for row in masks.values()])])
 
 
-def _share(row: Row | None) -> str:
+def caption(measured: list[Row]) -> str:
+    """The case and the machine of these rows of `at_place`."""
+    case, where = measured[0].case, measured[0].environment
+    eight = [row.impl for row in measured if _ours(row.impl) and RUNGS[row.impl.partition(":")[0]].in_eight_bits]
+    dtypes = f"bf16 ({', '.join(dict.fromkeys(eight))}: e4m3, quantised beforehand)" if eight else "bf16"
+    words = f"{measured[0].device}, torch {where.get('torch', MISSING)}, CuTe DSL {where.get('nvidia-cutlass-dsl', MISSING)}"
+    return (
+        f"Forward, batch {case['batch']}, {tokens(case['seqlen_k'])} tokens, {case['heads_q']} heads, head_dim {case['head_dim']}, {dtypes}. "
+        f"{words}. Rungs of one day, and peers of one day, ran in turns in one process."
+    )
+
+
+def share(row: Row | None) -> str:
     if row is None or not row.ceiling_flops_per_s:
         return MISSING
     return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
@@ -96,7 +129,7 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
         raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
     cells = cells_of(rows)
     if not cells:
-        return "No measurement of the ladder is committed yet."
+        return NOT_MEASURED
     if name not in (measured := {impl for impl, *_ in cells}):
         return f"{name} is not measured yet."
     before = _before(name, measured)
@@ -140,6 +173,10 @@ def _where(cells: Cells) -> str:
 
 def _names(cells: Cells, of: Row) -> str:
     return ", ".join(dict.fromkeys(row.impl for row in cells.values() if _date(row) == _date(of)))
+
+
+def day(row: Row | None) -> str:
+    return MISSING if row is None else _date(row)
 
 
 def _date(row: Row) -> str:

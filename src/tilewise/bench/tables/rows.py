@@ -99,7 +99,7 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> "Table":
     }
     columns = {heading: text for heading, text in columns.items() if heading not in without}
     shown = [row for row in rows if row.median_s is not None or row.passed is False]
-    common, cases = _common([row.case for row in shown])
+    common, cases = in_common([row.case for row in shown])
     style = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "collapse_padding": True, "header_style": "bold"}
     made = Table(title=f"attention, {common}".rstrip(", "), title_justify="left", caption_justify="left", **style)
     made.add_column("case")
@@ -116,7 +116,7 @@ def _table(rows: list[Row], without: tuple[str, ...]) -> "Table":
     return made
 
 
-def _common(cases: list[dict]) -> tuple[str, list[str]]:
+def in_common(cases: list[dict]) -> tuple[str, list[str]]:
     """The words that all cases share, and for each case the others. A case on its own keeps its lengths and its mask."""
     words = [_words(case) for case in cases]
     own = [len(set(column)) > 1 or (len(set(words)) == 1 and place in (1, 4)) for place, column in enumerate(zip(*words, strict=True))]
@@ -192,35 +192,23 @@ def _best_bold(texts: list[str], highest: bool) -> list[str]:
     return [f"**{text}**" if numbers.get(text) == best else text for text in texts]
 
 
-def highlights(rows: Iterable[Row], peers: tuple[str, ...] = ("tilewise", "sdpa", "naive")) -> str:
-    """The longest case of each mask and direction: time and peak extra memory of each of `peers`; below it, where that was measured."""
-    rows = [row for row in latest(rows) if row.impl in peers and row.median_s is not None]
-    longest: dict[tuple, int] = {}
-    for row in rows:
-        kind = row.case["mask"], row.case["direction"]
-        longest[kind] = max(longest.get(kind, 0), row.case["seqlen_k"])
-    rows = [row for row in rows if row.case["seqlen_k"] == longest[row.case["mask"], row.case["direction"]]]
-    lines = header("time, peak extra memory", *peers)
-    for case in dict.fromkeys(describe(row.case) for row in rows):
-        mine = {row.impl: row for row in rows if describe(row.case) == case}
-        lines.append(line((escaped(case), *(_time_and_memory(mine.get(name)) for name in peers))))
-    return "\n".join([*lines, "", measured_on(rows)])
-
-
 def measured_on(rows: list[Row]) -> str:
-    """A sentence about the machine and the date of the last of these rows."""
-    where = rows[-1].environment if rows else {}
-    words = [rows[-1].device if rows else "no machine", f"torch {where.get('torch', MISSING)}", str(where.get("date", MISSING))[:10]]
-    if where.get("threads"):
-        words.insert(1, f"{where['threads']} thread{'' if where['threads'] == 1 else 's'}")
-    return f"Measured on {', '.join(words)}; medians, side by side in one process."
+    """A sentence about the machine of the last of these rows, and the days of all."""
+    return f"Measured on {where(rows)}; medians, side by side in one process."
 
 
-def _time_and_memory(row: Row | None) -> str:
-    if row is None:
-        return MISSING
-    memory = "" if row.peak_extra_bytes is None else f", {row.peak_extra_bytes / 1e6:,.0f} MB"
-    return f"{row.median_s * 1e3:,.1f} ms{memory}"
+def where(rows: list[Row]) -> str:
+    """The machine and the software of the last of these rows, and the first and the last day."""
+    last = rows[-1].environment if rows else {}
+    days = sorted(str(row.environment.get("date", MISSING))[:10] for row in rows) or [MISSING]
+    words = [
+        rows[-1].device if rows else "no machine",
+        f"torch {last.get('torch', MISSING)}",
+        " to ".join(dict.fromkeys((days[0], days[-1]))),
+    ]
+    if last.get("threads"):
+        words.insert(1, f"{last['threads']} thread{'' if last['threads'] == 1 else 's'}")
+    return ", ".join(words)
 
 
 def escaped(text: str) -> str:
