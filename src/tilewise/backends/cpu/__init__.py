@@ -10,10 +10,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from tilewise.backends import Backend
-from tilewise.backends.cpu import abi, native
+from tilewise.backends import Backend, BoundDecode
+from tilewise.backends.cpu import abi, cache, native
 from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, in_order, rows, set_broadcast, set_tensor
-from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library, run
 from tilewise.backends.cpu.planes import TILE_N
 from tilewise.backends.cpu.repeat import Repeat
@@ -132,10 +131,10 @@ class Cpu(Backend):
         d_bias = None if d_bias is None else d_bias.to(call.bias.dtype)
         return Gradients(dq, dk, dv, d_bias, None if d_sink is None else d_sink.to(call.sink.dtype))
 
-    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """The newest queries against a cache, plain or paged, read in place; see cache.py."""
         found = library()
-        return decode(found, self._isa(found), call, self.forward)
+        return cache.bind(found, self._isa(found), call, self.forward)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))
