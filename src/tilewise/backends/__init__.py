@@ -43,6 +43,20 @@ class Bound(Protocol):
         """
 
 
+class BoundDecode(Protocol):
+    """A call of decode whose kernel and arguments were found once, for all that differ from it in nothing but what tensors hold and where they lie.
+
+    It holds none of the call's tensors.
+    """
+
+    def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """O and LSE as of `Backend.decode`, contiguous. LSE may be looked at only with `with_lse`.
+
+        given: as DecodeTensors; seqlens: (batch,), lengths with new tokens; out: None, or a tensor apart from all others, shaped as O, that may be
+        written and returned as O.
+        """
+
+
 class Backend(Protocol):
     """One way to compute attention. Backends never import each other.
 
@@ -94,45 +108,45 @@ class Backend(Protocol):
         """
         raise NotImplementedError
 
-    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own, or queries that
-        are yet to be rotated have to be so first.
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """What computes `call`, and calls like it, by reading the cache in place; None where each sequence has to be a call of its own, or queries
+        that are yet to be rotated have to be so first.
 
-        O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
         A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
-        read on the host, unless it is there.
+        read on the host, unless it is there, and nothing that is found depends on it.
         """
         return None
+
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of the newest tokens against a cache; None where `bind_decode` has none.
+
+        O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
+        """
+        bound = self.bind_decode(call)
+        return None if bound is None else bound(call.tensors, call.seqlens)
 
     def check_decode(self, call: DecodeCall) -> None:
         """Raise what `decode` would for where the caches lie. It is asked before new tokens are written, of which nothing is left then."""
-
-    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
-        """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
-        runtime/decode_repeats.py); None where there is none.
-
-        What is returned takes the tensors of DecodeTensors, `seqlens` with new tokens, and None or a tensor apart from all others, shaped as O, which
-        it may write and return as O. LSE may be looked at only with `with_lse`.
-        """
-        return None
 
     def why_not_decode(self, problem: Problem) -> list[str]:
         """As `why_not`, for `decode`, of which a backend may cover more."""
         return self.why_not(problem)
 
+    def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
+        """What writes new keys and values into a cache, for `call` and those that differ from it in nothing but what tensors hold and where they lie;
+        None where torch has to do it.
+
+        It takes `AppendCall.tensors`, of which it ignores cu_seqlens where the call has none, and rotary_first. It writes nothing where a token has
+        no place, and returns (batch,) int32, overwritten by the next call on the stream: the tokens that each sequence then has, `cache_seqlens` and
+        its new ones, whether they had a place or not. It may find that it cannot serve tensors for where they lie, and then writes nothing and
+        returns None.
+        """
+        return None
+
     def append(self, call: AppendCall) -> Tensor | None:
-        """Write new keys and values into a cache, and nothing where they have no place there; None, and nothing written, where torch has to do it.
-
-        Returns (batch,) int32: the tokens that each sequence then has, `cache_seqlens` and its new ones, whether they had a place or not.
-        """
-        return None
-
-    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-        """A shorter way to what `append` does for calls that differ in nothing but what their tensors hold and where they lie; None where there is
-        none. It takes the tensors of DecodeTensors; what it returns is overwritten by the next call on the stream. It may find that it cannot serve
-        tensors for where they lie, and then writes nothing and returns None.
-        """
-        return None
+        """What `bind_append` gives, for one call; None, and nothing written, where torch has to do it."""
+        bound = self.bind_append(call)
+        return None if bound is None else bound(call.tensors, call.rotary_first)
 
     def bind(self, call: Call) -> Bound | None:
         """The call's kernel and arguments, found once (see runtime/repeats.py); None where `forward` and `backward` find them each time."""

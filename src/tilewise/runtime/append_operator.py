@@ -71,11 +71,7 @@ def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
-    _check_apart(given)
-    if given.rotary_cos is not None and _one_memory(given):
-        raise errors.ShapeError(
-            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
-        )
+    _check_memory(given)
     if check:
         _check(given)
     if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:
@@ -99,14 +95,18 @@ def _append(given: Operands) -> Tensor | None:
 
 
 def _by_backend(given: Operands) -> Tensor | None:
-    call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
-    return _backend(given.k.device).append(call)
+    return _backend(given.k.device).append(_call(given))
 
 
-def repeat(call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-    """`Backend.repeat_append` of that which appends there."""
-    empty = 0 in call.k.shape or 0 in call.v.shape or call.cache_seqlens.shape[0] == 0
-    return None if empty else _backend(call.k.device).repeat_append(call)
+def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
+    """`Backend.bind_append` of that which appends there; ShapeError for tensors that share memory."""
+    _check_memory(given)
+    empty = 0 in given.k.shape or 0 in given.v.shape or given.cache_seqlens.shape[0] == 0
+    return None if empty else _backend(given.k.device).bind_append(_call(given))
+
+
+def _call(given: Operands) -> AppendCall:
+    return AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
 
 
 @cache
@@ -126,8 +126,10 @@ operator, operator_reading = op.declare(
 )
 
 
-def _check_apart(given: Operands) -> None:
-    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys."""
+def _check_memory(given: Operands) -> None:
+    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys that
+    are not rotated.
+    """
     k, v, k_cache, v_cache = map(_bytes, (given.k, given.v, given.k_cache, given.v_cache))
     for other, y, written in (("k_cache", given.k_cache, k_cache), ("v_cache", given.v_cache, v_cache)):
         for name, x, read in (("k", given.k, k), ("v", given.v, v)):
@@ -137,6 +139,10 @@ def _check_apart(given: Operands) -> None:
         steps = zip(given.k_cache.stride(), given.v_cache.stride(), given.v_cache.shape, strict=True)
         if k_cache[0] != v_cache[0] or any(ours != theirs and size > 1 for ours, theirs, size in steps):
             errors.check_apart("v_cache", given.v_cache, {"k_cache": given.k_cache}, "written, too")
+    if given.rotary_cos is not None and _one_memory(given):
+        raise errors.ShapeError(
+            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
+        )
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:

@@ -51,9 +51,15 @@ class Emulated(Hopper):
         with self.on_gpu():
             return super().backward(*arguments, **named)
 
-    def decode(self, call):
+    def bind_decode(self, call):
         with self.on_gpu():
-            return decode.decode(call)
+            bound = decode.bind(call)
+
+        def run(*given, **options):
+            with self.on_gpu():
+                return bound(*given, **options)
+
+        return bound and run
 
     def compiled(self, launch, arguments, config, options="") -> Callable:
         """In place of `tilewise.sm90.jit.compiled`."""
@@ -78,8 +84,9 @@ class Emulated(Hopper):
             (forward_plan, "num_sms"): lambda device: self.slots,
             (jit, "compiled"): self.compiled,
             (short, "current_device"): lambda: None,
-            (short, "current_stream"): lambda index: 0,
+            (short, "current_stream"): lambda device: 0,
             (short, "capturing"): lambda: False,
+            (short, "as_operand"): lambda bundle, on_gpu: bundle,
         }
         with ExitStack() as patches:
             for (module, name), stand_in in stand_ins.items():

@@ -11,11 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends import Backend
-from tilewise.backends.cpu import abi, native
+from tilewise.backends import Backend, BoundDecode
+from tilewise.backends.cpu import abi, cache, native
 from tilewise.backends.cpu.arguments import DTYPES, in_order, in_rows
 from tilewise.backends.cpu.bound import Bound
-from tilewise.backends.cpu.cache import decode
 from tilewise.backends.cpu.native import Library, library
 from tilewise.backends.cpu.planes import TILE_N
 from tilewise.backends.cpu.ways import FEW_QUERIES, FEW_QUERIES_NARROW
@@ -97,10 +96,10 @@ class Cpu(Backend):
         found = library()
         return Bound(call, found, self._isa(found), self._most_few(found))
 
-    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """The newest queries against a cache, plain or paged, read in place; see cache.py."""
         found = library()
-        return decode(found, self._isa(found), call, self.forward)
+        return cache.bind(found, self._isa(found), call, self.forward)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends import Backend
+from tilewise.backends import Backend, BoundDecode
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.bound import Bound
 from tilewise.backends.hopper.decode import append_call, pools
 from tilewise.backends.hopper.decode import call as decode
-from tilewise.backends.hopper.decode import repeat as decoding
+from tilewise.backends.hopper.decode.bound import in_bits
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
@@ -120,28 +120,24 @@ class Hopper(Backend):
             found = backward.backward(fitting, o, lse, d_o, d_lse, bias_grad)
         return found if fitting is call else widths.cut(call, found)
 
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """Lengths and pages are read on the GPU; None where the kernel does not cover the call."""
+        return decode.bound(call)
+
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
-        found = decoding.decode(call, decode.decoder)
-        if found is None and (narrow := call.in_int32()) is not call:  # for which there may be a prebuilt kernel
-            found = decoding.decode(narrow, decode.decoder)
+        """Index tensors in int64 may have to be converted, where a prebuilt kernel takes int32 alone."""
+        found = super().decode(call)
+        if found is None and (narrow := call.in_int32()) is not call:
+            found = super().decode(narrow)
         return found
 
     def check_decode(self, call: DecodeCall) -> None:
-        if call.page_table is not None and decoding.known(call, decode.decoder) is not None:
-            pools.readable(decoding.in_bits(call.k_cache), decoding.in_bits(call.v_cache), paged=True)
+        if call.page_table is not None and decode.bound(call) is not None:
+            pools.readable(in_bits(call.k_cache), in_bits(call.v_cache), paged=True)
 
-    def append(self, call: AppendCall) -> Tensor | None:
+    def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
         """By one launch; None where the kernel does not cover the call."""
-        return append_call.append(call)
-
-    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-        found = append_call.known(call)
-        return found and found.repeat(call)
-
-    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
-        found = decoding.known(call, decode.decoder)
-        return found and found.repeat(call, with_lse)
+        return append_call.bound(call)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""
