@@ -28,7 +28,8 @@ from tilewise.bench.timing import GRAPH_BELOW_S, Ceiling, Clock, Stats, ceiling,
 Progress = Callable[[int, int, str], object]  # workloads done, of how many, what is running now
 Keep = Callable[[list[Row]], object]
 Calls = dict[str, Callable[[], object]]
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 CHECK_SEED, TIME_SEED = 1, 2
 

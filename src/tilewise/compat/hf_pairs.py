@@ -68,6 +68,7 @@ class Pairs(BlockMask):
         """What is visible, bool (batch, 1, seqlen_q, seqlen_k)."""
         if self._bits is None:
             batch, _, seqlen_q, seqlen_k = self.pairs_shape
+            assert self.masks is not None  # since there are no bits
             seen = [mask.dense(seqlen_q, self.keys) for mask in self.masks]
             pairs = torch.stack(seen)[:, None] if self.folded else seen[0]
             pairs = torch.nn.functional.pad(pairs.expand(batch, 1, -1, -1), (0, seqlen_k - self.keys))

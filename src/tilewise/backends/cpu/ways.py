@@ -58,6 +58,7 @@ def documents_of(call: Call) -> Documents | None:
 
 def _one_by_one(args: abi.Args, call: Call, mask: Documents, most: int) -> list:
     """The way of packed documents; the queries behind the last are one more, which has no keys."""
+    assert mask.cu_seqlens_k is not None  # since it was made
     cu_q, cu_k = ((*ends, seqlen) for ends, seqlen in ((mask.cu_seqlens_q, call.seqlen_q), (mask.cu_seqlens_k, mask.cu_seqlens_k[-1])))
     starts_q, starts_k = np.array(cu_q, dtype=np.int64), np.array(cu_k, dtype=np.int64)
     bounds = np.stack([starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:]], axis=1)
