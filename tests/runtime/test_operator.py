@@ -41,6 +41,7 @@ OPCHECKS = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("extra", OPCHECKS.values(), ids=OPCHECKS)
 def test_opcheck(extra, backend):
@@ -67,6 +68,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradcheck(feature, backend):
