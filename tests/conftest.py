@@ -2,6 +2,7 @@
 core), and where a test asks for more, they sleep while they wait; hypothesis without deadlines on a shared machine.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -20,6 +21,15 @@ if not torch.cuda.is_available() and "cutlass" not in sys.modules:  # there the 
     os.environ.update(CUTE_DSL_KEEP="cubin", CUTE_DSL_DUMP_DIR=_kept.name, TILEWISE_CACHE="0")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+gc.disable()  # what collecting makes stays: gc would look through it again and again, and in every test that asks for it by a call
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
 
 settings.register_profile(
     "tilewise", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large], derandomize=True

@@ -1,7 +1,8 @@
 #!/bin/sh
 # The CPU kernel under AddressSanitizer and UndefinedBehaviorSanitizer, driven by its own tests (QUICK, poison, random problems) and by those of decode,
-# append and packed sequences. Where the processor has AVX512_BF16, AMX's kernels run with tiles that it carries out (csrc/emulated_tiles.h), AMX or
-# not: the sanitizers see those tiles' loads and stores, and not AMX's own.
+# append and packed sequences: of each test's cells a sample by a seed of the day (tests/shared/sampled.py), all with TILEWISE_TEST_SHARE=1. Where the
+# processor has AVX512_BF16, AMX's kernels run with tiles that it carries out (csrc/emulated_tiles.h), AMX or not: the sanitizers see those tiles'
+# loads and stores, and not AMX's own.
 # Usage: tools/sanitize.sh [pytest arguments]; PYTHON chooses the interpreter, CXX the compiler.
 set -e
 cd "$(dirname "$0")/.."
@@ -31,6 +32,7 @@ PY
 # Python itself and torch keep memory until exit: leaks are not what this looks for. The tests that are about threads ask for them by number;
 # elsewhere one is enough, as torch's threads spin while they wait, which is slow where cores are shared.
 export ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+export TILEWISE_TEST_SHARE="${TILEWISE_TEST_SHARE:-0.1}"
 export TILEWISE_CPU_LIBRARY="$folder/libtilewise_cpu.so"
 preload="$("$CXX" -print-file-name=libasan.so):$("$CXX" -print-file-name=libubsan.so)"
 

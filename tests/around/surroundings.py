@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -290,20 +291,29 @@ def check_refused(run: Callable, *words: str) -> None:
     raise AssertionError(f"expected an error with one of {words}, got {got!r:.200}")
 
 
-def check_cells(file: str) -> None:
-    """Run CELLS of a file in processes of their own; AssertionError names those that fail."""
+SHARES = pytest.mark.parametrize("share", [0.3, pytest.param(1.0, marks=pytest.mark.slow)])
+
+
+def check_cells(file: str, share: float) -> None:
+    """Run a share of a file's CELLS in processes of their own; AssertionError names those that fail."""
+    import sampled  # which is not on the path of those
+
     module = _load(file)
+    cells = sampled.some(list(module.CELLS), share, file.rpartition("/")[2])
     done: dict[str, str] = {}
-    while len(done) < len(module.CELLS):
+    while len(done) < len(cells):
         before = len(done)
         process = subprocess.run(
-            [sys.executable, "-W", "ignore", str(HERE), file, json.dumps(list(done))], capture_output=True, text=True, timeout=TIME_LIMIT_S
+            [sys.executable, "-W", "ignore", str(HERE), file, json.dumps([name for name in cells if name not in done])],
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
         )
         done |= dict(json.loads(line) for line in process.stdout.splitlines() if line.startswith("["))
-        if len(done) < len(module.CELLS):  # the process ended in the next one
+        if len(done) < len(cells):  # the process ended in the next one
             if len(done) == before and process.returncode == 0:
                 raise AssertionError(f"no cell of {file} ran:\n{process.stderr[-2000:]}")
-            died = next(name for name in module.CELLS if name not in done)
+            died = next(name for name in cells if name not in done)
             done[died] = f"the process ended with {process.returncode}: {process.stderr[-300:]}"
     wrong = {name: error for name, error in done.items() if error}
     assert not wrong, f"{len(wrong)} of {len(done)} cells:\n" + "\n".join(f"  {name}: {error}" for name, error in wrong.items())
@@ -316,13 +326,11 @@ def _load(file: str):
     return module
 
 
-def _run(file: str, skip: list[str]) -> None:
+def _run(file: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     module = _load(file)
-    for name, cell in module.CELLS.items():
-        if name in skip:
-            continue
-        print("\n" + json.dumps([name, _error(cell)]), flush=True)
+    for name in names:
+        print("\n" + json.dumps([name, _error(module.CELLS[name])]), flush=True)
 
 
 def _error(cell: Callable[[], None]) -> str:

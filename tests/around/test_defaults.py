@@ -5,7 +5,7 @@ from functools import cache, partial
 from itertools import product
 
 import torch
-from surroundings import FUNCTIONS, check_cells, check_equal, of, plain
+from surroundings import FUNCTIONS, SHARES, check_cells, check_equal, of, plain
 from torch.autograd.graph import saved_tensors_hooks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -45,5 +45,6 @@ CELLS = {
 }
 
 
-def test_cells():
-    check_cells(__file__)
+@SHARES
+def test_cells(share):
+    check_cells(__file__, share)

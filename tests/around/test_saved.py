@@ -5,7 +5,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-from surroundings import FUNCTIONS, check_cells, check_close, check_equal, check_refused, normal, of, plain
+from surroundings import FUNCTIONS, SHARES, check_cells, check_close, check_equal, check_refused, normal, of, plain
 from test_tensors import Wrapper
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -134,5 +134,6 @@ CELLS |= {f"{name}; compiled": partial(compiled, name) for name in ("attention",
 CELLS["freed"] = freed_meanwhile
 
 
-def test_cells():
-    check_cells(__file__)
+@SHARES
+def test_cells(share):
+    check_cells(__file__, share)

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import torch
 import torch.utils._pytree as pytree
-from surroundings import FUNCTIONS, check_cells, check_equal, check_refused, normal, of, plain, qkv
+from surroundings import FUNCTIONS, SHARES, check_cells, check_equal, check_refused, normal, of, plain, qkv
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -172,8 +172,9 @@ def distributed() -> None:
         dist.destroy_process_group()
 
 
-CELLS |= {"fake; all": all_fake, "freed, copied": freed_and_copied, "functional": functional, "DTensor": distributed}
+CELLS |= {"all fake": all_fake, "freed, copied": freed_and_copied, "functional": functional, "DTensor": distributed}
 
 
-def test_cells():
-    check_cells(__file__)
+@SHARES
+def test_cells(share):
+    check_cells(__file__, share)

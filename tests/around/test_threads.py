@@ -4,7 +4,7 @@ import threading
 from functools import partial
 
 import torch
-from surroundings import FUNCTIONS, check_cells, check_equal, of, plain
+from surroundings import FUNCTIONS, SHARES, check_cells, check_equal, of, plain
 
 from tilewise.runtime import call_cache
 
@@ -38,11 +38,12 @@ def together(*names: str, forgetful: bool = False) -> None:
         raise wrong[0]
 
 
-CELLS = {name: partial(together, name) for name in STEADY} | {
+CELLS = {f"alone; {name}": partial(together, name) for name in STEADY} | {
     "all": partial(together, *STEADY),
     "all, forgotten meanwhile": partial(together, *STEADY, forgetful=True),
 }
 
 
-def test_cells():
-    check_cells(__file__)
+@SHARES
+def test_cells(share):
+    check_cells(__file__, share)

@@ -212,6 +212,7 @@ def alone(function: Function, tensors: dict[str, Tensor], key: str):
     return lambda x: function.call(**tensors | {key: x})[0]
 
 
+@pytest.mark.sampled(0.2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", FORWARD_MODE)
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("merge", DRAWN)])  # torch refuses to draw numbers under a vmap

@@ -16,6 +16,7 @@ def isas() -> tuple[str, ...]:
         return ("auto",)  # calls are then the portable backend's
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("isa", isas())
 def test_few_calls(isa):
     attack_child.run("guarded_calls", FAMILIES, 0, FEW, TILEWISE_CPU_ISA=isa)

@@ -61,6 +61,7 @@ def test_against_scalar_python(feature, mask):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("mask", masks(17, 21) + masks(21, 17), ids=str)
 def test_against_scalar_python_for_every_mask(mask):
     lengths = (17, 21) if mask in masks(17, 21) else (21, 17)
@@ -74,6 +75,7 @@ def by_hand(call, d_o, d_lse):
     return differentiate(call, linearise(call, lse), delta(call, o, lse, d_o, d_lse), d_o)
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("case", [c for c in QUICK if c.seqlen_q < 200], ids=lambda case: case.id)
 def test_backward_by_hand_agrees_with_autograd(case):
     call, (d_o, d_lse) = make(case), upstream(case)
@@ -84,6 +86,7 @@ def test_backward_by_hand_agrees_with_autograd(case):
             torch.testing.assert_close(hand, auto, rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"d{name}: {text}")
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("mask", [Causal(), Documents([0, 2, 2, 5], [0, 3, 4, 6], inner=SlidingWindow(1, 0))], ids=str)
 @pytest.mark.parametrize("feature", [{}, *FEATURES], ids=str)
 def test_gradcheck(feature, mask):
@@ -183,11 +186,13 @@ def test_a_rounded_lse_cannot_push_probabilities_above_one():
     assert (linearise(call, lse - 1024.0).p == 1.0).all()
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("case", QUICK[::3], ids=lambda case: case.id)
 def test_hidden_nan_stays_hidden(case):
     conformance.run_hidden(Reference(), case)
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("case", QUICK[1::3], ids=lambda case: case.id)
 def test_visible_nan_reaches_those_who_see_it(case):
     conformance.run_spoiled(Reference(), case)

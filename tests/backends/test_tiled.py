@@ -25,21 +25,25 @@ def named(cases):
     return pytest.mark.parametrize("case", cases, ids=[case.id for case in cases])
 
 
+@pytest.mark.sampled(0.3)
 @named(QUICK)
 def test_cases(case):
     conformance.run_case(Tiled(), case)
 
 
+@pytest.mark.sampled(0.3)
 @named(SMALL)
 def test_small_tiles(case):
     conformance.run_case(Tiled(32, 16), case)
 
 
+@pytest.mark.sampled(0.4)
 @named(SMALL[::3])
 def test_hidden_values_do_not_leak(case):
     conformance.run_hidden(Tiled(32, 16), case)
 
 
+@pytest.mark.sampled(0.4)
 @named(SMALL[1::3])
 def test_spoiled_key_reaches_those_who_see_it(case):
     conformance.run_spoiled(Tiled(32, 16), case)
@@ -50,6 +54,7 @@ def test_infinities_of_both_signs(mask):
     conformance.run_overflown(Tiled(32, 16), Case(seqlen_q=150, seqlen_k=150, mask=mask, dtype="bf16"))
 
 
+@pytest.mark.sampled(0.4)
 @named(SMALL[2::3])
 def test_largest_scores(case):
     conformance.run_row_max(Tiled(32, 16), case)

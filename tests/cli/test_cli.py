@@ -119,6 +119,7 @@ def test_looking_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path, m
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("argv", [["doctor"], ["doctor", "--json"], ["explain"], ["check", "--list"], ["bench", "--list"]])
 def test_output_that_nobody_reads_is_no_failure(argv):
     reading, writing = os.pipe()

@@ -16,6 +16,7 @@ from tilewise.compat import _finder, flash_attn, flash_attn_3, flash_attn_cute
 from tilewise.errors import UnsupportedError
 
 NAMES = ("flash_attn", "flash_attn_3", "flash_attn_cute")
+DISTRIBUTIONS = ("flash-attn", "flash-attn-3", "flash-attn-4")
 TOP_LEVELS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
 INSIDE = {  # what programs import from inside the peers: ring attention, sequence parallelism, trainers, Transformer Engine, models of the hub
     "flash_attn.flash_attn_interface": (
@@ -37,7 +38,7 @@ INSIDE = {  # what programs import from inside the peers: ring attention, sequen
 def state():
     """What installing may touch."""
     peers = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in TOP_LEVELS}
-    found = {name: sorted(names) for name, names in metadata.packages_distributions().items() if name.startswith("flash")}
+    found = [each.version for name in DISTRIBUTIONS for each in metadata.distributions(name=name)]  # of all distributions takes a second
     operators = set(torch._C._dispatch_get_all_op_names())
     return peers, list(sys.meta_path), list(sys.path_hooks), found, compat.status(), operators
 

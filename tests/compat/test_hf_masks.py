@@ -65,6 +65,7 @@ def tree(draw: random.Random, length: int, depth: int = 2):
     return combine(*(tree(draw, length, depth - 1) for _ in range(draw.randrange(1, 4))))
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("seed", range(80))
 def test_random_trees(seed):
     draw = random.Random(seed)

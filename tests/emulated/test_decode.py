@@ -63,6 +63,7 @@ def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = US
     return found
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("case", [*QUICK, *CHUNKS, *(pytest.param(case, marks=pytest.mark.slow) for case in (*CHUNKS_TOO, *WIDE))], ids=str)
 def test_cases(case):
     call = made(case)
@@ -157,7 +158,8 @@ def test_pieces_of_a_fixed_size():
         assert torch.equal(alone, o[1:2]) and torch.equal(of_alone, lse[1:2])
 
 
-@pytest.mark.parametrize("mask", [Causal(), pytest.param(SlidingWindow(60, 0), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(60, 0)], ids=str)
 def test_pieces_of_a_fixed_size_of_chunks(mask):
     """Bits depend neither on how rows are cut nor on the batch; one unit may have one piece, and another so many that groups come first."""
     call = made(DecodeCase(lengths=(420, 130), queries=(80, 2), heads=(2, 1), split=64, mask=mask, page=16))

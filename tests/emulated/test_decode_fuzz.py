@@ -50,6 +50,7 @@ def test_prefixes_that_sequences_have_in_part(case, monkeypatch):
         held(call, *by_kernel(call))
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("wide", [("seqlens", "cu_seqlens_q"), pytest.param((), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("page", "entries"), [(0, False), (0, True), (16, False), (5, False)])
 def test_prefix_of_the_longest_sequence_that_asks(page, entries, wide, monkeypatch):

@@ -62,6 +62,7 @@ def run(call, pace: str = "random", seed: int = 0, **tuning):
         return eight_bits.forward(call, eight_bits.config_of(call, **tuning))
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in WIDE)], ids=str)
 def test_cases(case):
     call = made(case)

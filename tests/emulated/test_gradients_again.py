@@ -64,6 +64,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.id)
 def test_gradients_lie_as_their_inputs(case):
     """And what is not finite is repaired there, and nothing else."""

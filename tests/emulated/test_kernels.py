@@ -109,6 +109,7 @@ def test_o_may_lie_with_its_heads_first():
     assert got is out and torch.equal(got, o) and torch.equal(lse, lse_too)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=lambda case: case.id)
 def test_cases(case):
     """Hidden memory poisoned; the same bits whatever the copy engine and the tensor cores do first."""
@@ -170,6 +171,7 @@ SPOILED = [
 ]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("mask", "head_dim", "changes"),
     [pytest.param(*each, marks=pytest.mark.slow if i > 1 else ()) for i, each in enumerate(SPOILED)],

@@ -39,6 +39,7 @@ def part(bias, d, rows, keys):
     return bias.expand(-1, -1, -1, keys.stop - keys.start)
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("used", [None, USED], ids=["all keys", "used"])
 @pytest.mark.parametrize("slopes", [None, (HEADS,), (DOCUMENTS, HEADS)], ids=str)
 @pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
@@ -153,6 +154,7 @@ def test_bad_arguments(case):
         tw.attention_varlen(*tensors(torch.float32), CU_Q, CU_K, **options)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}, {"mask": tw.SlidingWindow(40, 3)}], ids=str)
 def test_batch_invariant_documents_have_the_bits_of_a_loop(dtype, options):

@@ -41,6 +41,7 @@ OPCHECKS = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("extra", OPCHECKS.values(), ids=OPCHECKS)
 def test_opcheck(extra, backend):
@@ -67,6 +68,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_gradcheck(feature, backend):
@@ -82,6 +84,7 @@ def test_gradcheck(feature, backend):
     assert torch.autograd.gradcheck(run, (*qkv(batch), bias, sink), atol=1e-6)
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 7), (2, 1, 5, 7), (1, 4, 1, 7), (2, 4, 5, 7), (1, 1, 5, 7)], ids=str)
 def test_gradcheck_bias_broadcasts(shape):
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)

@@ -34,20 +34,22 @@ def chosen(cells: Sequence[set[Hashable]], share: float, seed: str) -> set[int]:
     return {*found, *rest[: max(0, math.ceil(share * len(cells)) - len(found))]}
 
 
-def of_names(names: Sequence[str], share: float, seed: str) -> list[str]:
-    """A sample of cells that are named by their properties, "one; another"."""
-    places = chosen([set(enumerate(name.split("; "))) for name in names], share * SHARE, f"{SEED} {seed}")
-    return [name for place, name in enumerate(names) if place in places]
+def some(cells: Sequence, share: float, what: str) -> list:
+    """A sample of cells that are dataclasses, or are named by their properties, "one; another": what has but one is always there."""
+    several = [cell for cell in cells if not isinstance(cell, str) or "; " in cell]
+    places = chosen([properties(cell) for cell in several], share * SHARE, f"{SEED} {what}")
+    left = [cell for place, cell in enumerate(several) if place not in places]
+    return [cell for cell in cells if cell not in left]
 
 
-def properties(item: pytest.Item) -> set[Hashable]:
-    found = set()
-    for name, value in item.callspec.params.items():
-        if is_dataclass(value):
-            found |= {(name, field.name, repr(getattr(value, field.name))) for field in fields(value)}
-        else:
-            found.add((name, repr(value)))
-    return found
+def properties(value) -> set[Hashable]:
+    if isinstance(value, str):
+        return set(enumerate(value.split("; ")))
+    return {(field.name, repr(getattr(value, field.name))) for field in fields(value)} if is_dataclass(value) else {repr(value)}
+
+
+def _of_item(item: pytest.Item) -> set[Hashable]:
+    return {(name, kind) for name, value in item.callspec.params.items() for kind in properties(value)}
 
 
 def _share(item: pytest.Item) -> float:
@@ -64,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, grid in grids.items():
         if len(grid) <= FEW and not grid[0].get_closest_marker("sampled"):
             continue
-        kept = chosen([properties(item) for item in grid], _share(grid[0]), f"{SEED} {name}")
+        kept = chosen([_of_item(item) for item in grid], _share(grid[0]), f"{SEED} {name}")
         for place, item in enumerate(grid):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)

@@ -165,6 +165,7 @@ def test_what_a_helper_does(on, small, exported):
     assert cache.entries() == [entries[3]] and cache.load(entries[3])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("how", ["idle", "of another parent"])
 def test_a_helper_ends_by_itself(how, on, exported):
     with served(exported, 0.0 if how == "idle" else WAIT_S, 1 if how == "of another parent" else None) as helper:
@@ -184,6 +185,7 @@ if sys.argv[1] == "killed":
 """
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("how", ["killed", "over"])
 def test_helpers_end_with_their_parent(how, on):
     """At work, too."""

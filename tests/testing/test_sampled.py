@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from sampled import chosen, of_names
+from sampled import chosen, some
 
 GRID = [set(enumerate(cell)) for cell in product("abc", "xyz", range(6))]
 
@@ -26,7 +26,8 @@ def test_what_one_cell_alone_has_is_no_kind():
 
 def test_names():
     names = [f"{one}; {another}" for one, another in product("abcd", "xy")]
-    assert {part for name in of_names(names, 0.0, "") for part in name.split("; ")} == set("abcdxy")
+    found = some([*names, "alone"], 0.0, "")
+    assert {part for name in found for part in name.split("; ")} == {*"abcdxy", "alone"} and len(found) < len(names)
 
 
 def test_in_pytest(tmp_path):

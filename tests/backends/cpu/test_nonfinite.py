@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(0.25)
 @ISAS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_scattered_and_hidden_nan_against_the_oracle(isa, case):

@@ -73,6 +73,7 @@ SMALLER = [(8, 8), (40, 72), (72, 40), (64, 128), (104, 104), (136, 128), (200, 
 SHAPES = [None, (1, 1, LONGEST), (1, 6, LONGEST), (2, 6, LONGEST), (1, 1, 1), (2, 6, 1)]
 
 
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
 @pytest.mark.parametrize("dims", [*config.TILES, *SMALLER], ids=str)
