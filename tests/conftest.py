@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read with torch: threads 
 import torch
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ("expected_once", "one_kernel")
+pytest_plugins = ("expected_once", "one_kernel", "sampled")
 
 os.environ.setdefault("TILEWISE_HELPERS", "0")  # workers of the suite keep all cores busy
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when the DSL is first imported, by whichever test comes first

@@ -151,14 +151,15 @@ def sweep(bench: Bench, cell: Cell, kind: str, tunings: list[tuple[str, dict]]) 
     if kind == "latent":
         cell = replace(cell, head_dim=LATENT[0], heads_k=1)
     pool = bench.pool if kind == "bf16" else decode_cells.Pool(bench.device, 2 * decode_cells.COLD_BYTES)  # which take half
-    problems, runs, ahead = calls_of(pool.caches(cell), kind), {}, []
+    problems, ways, ahead = calls_of(pool.caches(cell), kind), {}, []
     for name, tuning in [("usual", {}), *tunings]:
         cut = decoding.Cut(**{field.removeprefix("cut."): value for field, value in tuning.items() if field.startswith("cut.")})
         given = {field: value for field, value in tuning.items() if not field.startswith("cut.")}
         config = decoding.config_of(problems[0], **given)
         ahead.append((decoding.launch_of(config), decoding.arguments, config))
-        runs[name] = [partial(decoding.decode, problem, cut, **given) for problem in problems]
+        ways[name] = partial(decoding.bind, cut=cut, **given)
     compile_ahead(ahead)
+    runs = {name: [partial(bind(each), each.tensors, each.seqlens) for each in problems] for name, bind in ways.items()}
     usual = runs["usual"][0]()[0].float()
     difference = {name: (each[0]()[0].float() - usual).abs().max().item() for name, each in runs.items()}
     us = bench.timed(runs)

@@ -204,15 +204,17 @@ def decode(
         backend=backend,
         check=check,
     )
+    written = None
     if k is not None and v is not None:
         if seqlens is None and length is None:
             raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
         asked = asked._replace(cache_seqlens=_as_tensor(seqlens, length, batch, k_cache), length=None)
-        asked = _with_new_tokens(asked, caches, k, v)
-    o, lse = decode_operator.run(asked)
-    decode_repeats.remember(tensors, options, asked)
-    o = o if out is None else out.copy_(o)
-    return (o, lse) if return_lse else o
+        written = _new_tokens(asked, caches, k, v)
+    results = decode_repeats.first(tensors, options, asked, written)
+    if results is None:
+        o, lse = decode_operator.run(asked if written is None else _appended_to(asked, written))
+        results = o if out is None else out.copy_(o), lse
+    return results if return_lse else results[0]
 
 
 def append(
@@ -252,7 +254,7 @@ def append(
     """
     turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
     places = Places(page_table, cache_batch_idx, cu_seqlens)
-    append_operator.run(_appended(k_cache, v_cache, k, v, cache_seqlens, places, turn, check))
+    append_operator.run(_to_append(k_cache, v_cache, k, v, cache_seqlens, places, turn, check))
 
 
 class Places(NamedTuple):
@@ -272,28 +274,34 @@ class Turn(NamedTuple):
     interleaved: bool
 
 
-def _with_new_tokens(asked: decode_operator.Operands, caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> decode_operator.Operands:
-    """What is asked, of sequences that have k and v, which are written into the caches unless something is wrong with the call."""
-    seqlens, cu_seqlens = asked.cache_seqlens, asked.cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
+def _new_tokens(
+    asked: decode_operator.Operands, caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor
+) -> append_operator.Operands:  # fmt: skip
+    """What is to be appended for sequences that have k and v, once nothing is wrong with the call."""
+    cu_seqlens = asked.cu_seqlens_q if isinstance(k, Tensor) and k.dim() == 3 else None
     if cu_seqlens is not None:
         check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
         check_size("k", "total_q", k.shape[0], asked.q.shape[0], "q")
     places = Places(asked.page_table, asked.cache_batch_idx, cu_seqlens)
     turn = Turn(asked.rotary_cos, asked.rotary_sin, None, asked.interleaved)
-    written = _appended(*caches, k, v, seqlens, places, turn, asked.check)
-    new = None if cu_seqlens is not None else k.shape[1]
-    decode_operator.check(asked, new)
+    written = _to_append(*caches, k, v, asked.cache_seqlens, places, turn, asked.check)
+    decode_operator.check(asked, None if cu_seqlens is not None else k.shape[1])
+    return written
+
+
+def _appended_to(asked: decode_operator.Operands, written: append_operator.Operands) -> decode_operator.Operands:
+    """What is asked, when the new tokens are written."""
     ends = append_operator.run(written)
     if ends is None:
-        ends = seqlens + (cu_seqlens.diff() if new is None else new)
+        ends = written.cache_seqlens + (written.k.shape[1] if written.cu_seqlens is None else written.cu_seqlens.diff())
     k_cache, v_cache = asked.k_cache, asked.v_cache
-    if k_cache is not caches[0] or v_cache is not caches[1]:  # copies, of the caches as they were
-        _, k_cache, v_cache, _ = autocast(asked.q, *caches)
+    if k_cache is not written.k_cache or v_cache is not written.v_cache:  # copies, of the caches as they were
+        _, k_cache, v_cache, _ = autocast(asked.q, written.k_cache, written.v_cache)
         k_cache, v_cache = in_rows("k_cache", k_cache), in_rows("v_cache", v_cache)
     return asked._replace(cache_seqlens=ends, k_cache=k_cache, v_cache=v_cache)
 
 
-def _appended(
+def _to_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: Turn, check: bool
 ) -> append_operator.Operands:  # fmt: skip
     """What `append` is asked for, whose shapes, dtypes and devices are checked."""

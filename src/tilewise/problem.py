@@ -1,8 +1,10 @@
 """What is computed: `Problem`, the identity of a compiled kernel, and `Call` and `DecodeCall`, one set of tensors to compute it on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import NamedTuple, TypeVar
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,12 +204,26 @@ class DecodeCall:
     v_scale: Tensor | None = None  # likewise
     rotary: "Rotary | None" = None  # by which q is yet to be rotated
 
-    def again(self, given: tuple, seqlens: Tensor) -> "DecodeCall":
+    @property
+    def tensors(self) -> "DecodeTensors":
+        """Its tensors, as those of a call of `decode` whose new tokens are written."""
+        cos, sin, _ = self.rotary or (None, None, None)
+        return DecodeTensors(*_of_call(self), None, None, cos, sin)
+
+    @property
+    def like(self) -> "DecodeCall":
+        """The call without its tensors, whose memory it does not hold, for `again`."""
+        return self.again(_NOTHING, None)
+
+    def again(self, given: tuple, seqlens: Tensor | None) -> "DecodeCall":
         """The call of other tensors that are laid out as its own: those of DecodeTensors, and `seqlens`, new tokens included."""
-        found = DecodeTensors(*given)
-        fields = {name: x for name, x in zip(found._fields, found, strict=True) if name in self.__dataclass_fields__}
-        rotary = self.rotary and Rotary(found.rotary_cos, found.rotary_sin, self.rotary.interleaved)
-        return with_fields(self, fields | {"seqlens": seqlens, "rotary": rotary})
+        found = self.__dict__.copy()
+        found.update(zip(OF_CALL, given, strict=False), seqlens=seqlens)
+        if self.rotary is not None:
+            found["rotary"] = Rotary(*_rotary_of(given), self.rotary.interleaved)
+        other = object.__new__(type(self))  # as `dataclasses.replace`, in a fifth of its time
+        object.__setattr__(other, "__dict__", found)
+        return other
 
     def in_int32(self) -> "DecodeCall":
         """With index tensors in int32; what does not fit stays as far out of every range."""
@@ -217,7 +233,10 @@ class DecodeCall:
 
 
 class DecodeTensors(NamedTuple):
-    """The tensors of `decode` as its caller gave them, but for slopes, which are as in DecodeCall. A plain tuple of these does as well."""
+    """The tensors of `decode` as its caller gave them, but for slopes, which are as in DecodeCall. A plain tuple of these does as well.
+
+    Those of DecodeCall are first.
+    """
 
     q: Tensor
     k_cache: Tensor
@@ -232,11 +251,21 @@ class DecodeTensors(NamedTuple):
     sink: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    k: Tensor | None
-    v: Tensor | None
-    rotary_cos: Tensor | None
-    rotary_sin: Tensor | None
-    out: Tensor | None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    out: Tensor | None = None
+
+    @staticmethod
+    def getter(*names: str) -> Callable[[tuple], tuple[Tensor | None, ...]]:
+        """What gets the tensors of these names from a tuple of all."""
+        return itemgetter(*map(DecodeTensors._fields.index, names))
+
+
+OF_CALL = DecodeTensors._fields[: DecodeTensors._fields.index("k")]
+_NOTHING = (None,) * len(DecodeTensors._fields)
+_of_call, _rotary_of = attrgetter(*OF_CALL), DecodeTensors.getter("rotary_cos", "rotary_sin")
 
 
 class Rotary(NamedTuple):
@@ -267,12 +296,13 @@ class AppendCall:
     rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens
     interleaved: bool
 
-    def again(self, given: tuple) -> "AppendCall":
-        """The call of other tensors that are laid out as its own, those of DecodeTensors."""
-        found = DecodeTensors(*given)
-        where = {"cache_seqlens": found.seqlens, "cu_seqlens": None if self.cu_seqlens is None else found.cu_seqlens_q}
-        same = "k_cache", "v_cache", "k", "v", "page_table", "cache_batch_idx", "rotary_cos", "rotary_sin"
-        return with_fields(self, where | {name: getattr(found, name) for name in same})
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but rotary_first, in order."""
+        return _of_append(self)
+
+
+_of_append = attrgetter(*list(AppendCall.__dataclass_fields__)[:-2])
 
 
 def _scaled(scale: Tensor | None, tokens: int) -> str:
@@ -280,16 +310,6 @@ def _scaled(scale: Tensor | None, tokens: int) -> str:
     if scale is None or scale.dim() == 0:
         return "tensor"
     return "head" if scale.dim() == 2 else "token" if scale.shape[2] == tokens else "tile"
-
-
-Fielded = TypeVar("Fielded", DecodeCall, AppendCall)
-
-
-def with_fields(call: Fielded, fields: dict) -> Fielded:
-    """The call with some fields replaced: as `dataclasses.replace`, in a fifth of its time."""
-    other = object.__new__(type(call))
-    object.__setattr__(other, "__dict__", {**call.__dict__, **fields})
-    return other
 
 
 @cache

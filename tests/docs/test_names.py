@@ -7,6 +7,7 @@ import re
 import tokenize
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -143,10 +144,17 @@ class Module:
                     yield name
 
 
-CODE = {
-    f"/{path.relative_to(SOURCES).with_suffix('')}".removesuffix("/__init__"): Module(path.read_text()) for path in SOURCES.rglob("*.py")
-}
-FIRST = {part for path in CODE for part in path.split("/")}
+@cache
+def code() -> dict[str, Module]:
+    names = {path: f"/{path.relative_to(SOURCES).with_suffix('')}".removesuffix("/__init__") for path in SOURCES.rglob("*.py")}
+    return {name: Module(path.read_text()) for path, name in names.items()}
+
+
+@cache
+def places() -> set[str]:
+    return {part for path in code() for part in path.split("/")}
+
+
 PEERS = {path.stem for path in (SOURCES / "compat").glob("[a-z]*.py")} | {"flash_attn_interface"}  # a file there is named after its peer
 NO_NAMES = {"mma.m16n8k16", "createpolicy.fractional", "q.k"}  # two instructions of PTX, and a product
 
@@ -157,17 +165,17 @@ def no_name(name: str, module: Module) -> bool:
     parts = [*module.aliases.get(first, first).split("."), *filter(None, rest.split("."))]
     if name in NO_NAMES or (parts[0] in module.variables and parts[1:] and parts[1].islower()):
         return False
-    if name.startswith("tilewise.") and CODE[""].has(parts):
+    if name.startswith("tilewise.") and code()[""].has(parts):
         return False
     for end in range(1, len(parts) + 1):
         path = "/" + "/".join(parts[:end])
-        if any(place.endswith(path) and each.has(parts[end:]) for place, each in CODE.items()):
+        if any(place.endswith(path) and each.has(parts[end:]) for place, each in code().items()):
             return False
-    return parts[0] not in PEERS and (parts[0] in FIRST or find_spec(parts[0]) is None)
+    return parts[0] not in PEERS and (parts[0] in places() or find_spec(parts[0]) is None)
 
 
 def test_names_in_comments_and_docstrings():
-    wrong = [f"{path[1:]}: {name}" for path, module in CODE.items() for name in module.dotted() if no_name(name, module)]
+    wrong = [f"{path[1:]}: {name}" for path, module in code().items() for name in module.dotted() if no_name(name, module)]
     assert not wrong
 
 

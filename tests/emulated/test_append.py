@@ -7,8 +7,7 @@ import torch
 from append_problems import CASES, AppendCase, by_torch, made, same
 from emulator.backend import NEEDED, Emulated
 
-from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import append_call
+from tilewise.backends.hopper.decode import append_call, bound
 
 pytestmark = NEEDED
 
@@ -21,14 +20,13 @@ MORE = [
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(short, "current_device", lambda: None)
-    monkeypatch.setattr(append_call, "_KNOWN", {})
+    monkeypatch.setattr(bound, "_KEPT", {})
     with Emulated().on_gpu():
         yield
 
 
 def written(call):
-    ends = append_call.append(call)
+    ends = Emulated().append(call)
     assert ends is not None, append_call.why_not(call)
     return ends
 
@@ -61,4 +59,4 @@ def test_tensors_that_do_not_lie_as_the_kernel_wants_them(on_gpu, monkeypatch):
     written(replace(call, k=apart, v=strided, page_table=wide, rotary_cos=call.rotary_cos.mT.contiguous().mT))
     assert same(call.k_cache, want[0]) and same(call.v_cache, want[1])
     odd = torch.full((call.k_cache.numel() + 1,), 7.0, dtype=call.k.dtype)[1:].view(call.k_cache.shape)
-    assert append_call.append(replace(call, k_cache=odd)) is None and (odd == 7.0).all()
+    assert Emulated().append(replace(call, k_cache=odd)) is None and (odd == 7.0).all()

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made, with_eight_bits, with_int64, with_rotary
+from decode_problems import DecodeCase, by_kernel, held, made, with_eight_bits, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
 import tilewise
-from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import append_call, prefix, repeat, workspace
+from tilewise.backends.hopper.decode import bound, prefix, workspace
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
@@ -59,8 +58,7 @@ WIDE = [
 
 def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = USUAL, **tuning):
     with Emulated(pace, seed, slots).on_gpu():
-        found = decoding.decode(call, cut, **tuning)
-    assert found is not None, decoding.why_not(call)
+        found = by_kernel(call, cut, **tuning)
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
 
@@ -333,50 +331,44 @@ def test_wild_offsets_of_ragged_queries():
 
 
 @pytest.fixture
-def on_gpu(monkeypatch):
-    """As `Emulated.on_gpu`, for what asks torch's CUDA without ado, too."""
-    for name, stand_in in {"current_device": lambda: None, "current_stream": lambda _: 0, "capturing": lambda: False}.items():
-        monkeypatch.setattr(short, name, stand_in)
-    monkeypatch.setattr(short, "as_operand", lambda bundle, _: bundle)
-    monkeypatch.setattr(repeat, "_KNOWN", {})
-    with Emulated().on_gpu():
-        yield
-
-
-def test_repeated_calls(on_gpu):
-    """By the short way, with other lengths, strides and numbers of sequences: what the long way gives."""
-    call = made(DecodeCase(lengths=(0, 1, 63, 64, 65, 300)))
-    shorter = replace(call, seqlens=torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32))
-    apart = torch.empty(*call.q.shape[:3], 2 * call.q.shape[3], dtype=call.q.dtype)[..., : call.q.shape[3]].copy_(call.q)
-    fewer = replace(call, q=call.q[:3], k_cache=call.k_cache[:3], v_cache=call.v_cache[:3], seqlens=call.seqlens[:3])
-    for each in (call, shorter, replace(call, q=apart), fewer):
-        found = repeat.decode(each, decoding.decoder)
-        assert all(map(torch.equal, found, decoding.decode(each)))
-    assert len(repeat._KNOWN) == 2  # one for each number of sequences
-
-
-def test_public_calls_like_one_before(on_gpu, monkeypatch):
-    """Straight to the decoder that the first one made."""
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
+def backend(monkeypatch):
+    """What public calls get, as on a GPU, where values are read only if the caller asks."""
+    found = Emulated()
+    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: found)
+    monkeypatch.setattr(append_operator, "_backend", lambda _: found)
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
+    monkeypatch.setattr(bound, "_KEPT", {})
     decode_repeats.forget()
+    with found.on_gpu():
+        yield found
+    assert len(decode_repeats._KNOWN) == 1
+    decode_repeats.forget()
+
+
+@pytest.fixture
+def bound_once(backend, monkeypatch):
+    """To be called behind the first call: others may not be bound again."""
+
+    def once():
+        monkeypatch.setattr(type(backend), "bind_decode", None)
+        monkeypatch.setattr(type(backend), "bind_append", None)
+
+    return once
+
+
+def test_public_calls(bound_once):
     call = made(QUICK[0])
     given = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "causal": True, "return_lse": True}
-    tilewise.decode(**given, cache_seqlens=call.seqlens)
-    monkeypatch.setattr(decode_operator, "run", None)
-    monkeypatch.setattr(repeat, "_key", None)
-    for lengths in (call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
+    for lengths in (call.seqlens, call.seqlens, torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32)):
         held(replace(call, seqlens=lengths), *tilewise.decode(**given, cache_seqlens=lengths))
-    decode_repeats.forget()
+        bound_once()
 
 
-def test_public_calls_into_a_tensor_of_the_callers(on_gpu, monkeypatch):
+def test_public_calls_into_a_tensor_of_the_callers(bound_once, monkeypatch):
     """The kernel writes there, whatever the strides between rows, and nothing beside."""
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
-    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
-    decode_repeats.forget()
     call = made(QUICK[0])
     shape = *call.q.shape[:-1], call.v_cache.shape[3]
+    monkeypatch.setattr(torch.Tensor, "copy_", None)
     for _ in range(2):
         whole = torch.full((*shape[:-1], shape[-1] + 8), torch.nan, dtype=call.q.dtype)
         out = whole[..., : shape[-1]]
@@ -384,19 +376,11 @@ def test_public_calls_into_a_tensor_of_the_callers(on_gpu, monkeypatch):
         o, lse = tilewise.decode(**given, return_lse=True)
         assert o is out and whole[..., shape[-1] :].isnan().all()
         held(call, o, lse)
-        monkeypatch.setattr(decode_operator, "run", None)
-        monkeypatch.setattr(torch.Tensor, "copy_", None)
-    assert len(decode_repeats._KNOWN) == 1
-    decode_repeats.forget()
+        bound_once()
 
 
-def test_public_calls_with_new_tokens_like_one_before(on_gpu, monkeypatch):
-    """They are written by the appending kernel that the first one found, where each sequence ends now."""
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
-    monkeypatch.setattr(append_operator, "_backend", lambda _: Emulated())
-    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
-    monkeypatch.setattr(append_call, "_KNOWN", {})
-    decode_repeats.forget()
+def test_public_calls_with_new_tokens(bound_once):
+    """They are written by the appending kernel, where each sequence ends now."""
     call = made(DecodeCase(lengths=(1, 63, 64, 65, 300)))
     for first in (1, 2):
         lengths = torch.where(call.seqlens > first, call.seqlens - first, 0)
@@ -408,39 +392,45 @@ def test_public_calls_with_new_tokens_like_one_before(on_gpu, monkeypatch):
                 x[b, n:] = torch.nan
         given = {"q": call.q, "k_cache": spoiled[0], "v_cache": spoiled[1], "k": k, "v": v, "return_lse": True}
         held(grown, *tilewise.decode(**given, cache_seqlens=lengths))
-        monkeypatch.setattr(decode_operator, "run", None)
-        monkeypatch.setattr(append_operator, "run", None)
-    assert len(decode_repeats._KNOWN) == 1
-    decode_repeats.forget()
+        bound_once()
 
 
-def test_public_calls_over_caches_of_eight_bits_like_one_before(on_gpu, monkeypatch):
-    """Straight to the decoder, which reads the scales of each call."""
-    monkeypatch.setattr(decode_operator, "choose", lambda problem, name, **_: Emulated())
-    monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
-    decode_repeats.forget()
+def test_public_calls_over_caches_of_eight_bits(bound_once):
+    """The kernel reads the scales of each call."""
     call = made(DecodeCase(lengths=(70, 1, 130, 0), heads=(4, 2), dims=(64, 64)))
     for seed in range(3):
         eight, exact = with_eight_bits(call, (torch.float8_e4m3fn, torch.float8_e4m3fn), ("head", "sequence"), seed)
         fields = "q", "k_cache", "v_cache", "k_scale", "v_scale"
         given = {name: getattr(eight, name) for name in fields} | {"cache_seqlens": eight.seqlens, "causal": True}
         held(exact, *tilewise.decode(**given, return_lse=True))
-        monkeypatch.setattr(decode_operator, "run", None)
-        monkeypatch.setattr(repeat, "_key", None)
-    assert len(decode_repeats._KNOWN) == 1
-    decode_repeats.forget()
+        bound_once()
 
 
 @pytest.mark.slow
-def test_repeated_calls_with_a_prefix_and_tensors_of_their_own(on_gpu, monkeypatch):
+def test_public_calls_with_a_prefix_and_tensors_of_their_own(bound_once, monkeypatch):
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
-    call = made(DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16, sink=True))
+    call = made(DecodeCase(lengths=(270, 133, 100, 200), queries=2, prefix=128, page=16, sink=True))
+    fields = "q", "k_cache", "v_cache", "page_table", "sink", "shared_prefix"
     for each in (call, replace(call, sink=call.sink + 1.0)):
-        found = repeat.decode(each, decoding.decoder)
-        held(each, *found)
-    assert len(repeat._KNOWN) == 2  # one for each number of sequences
+        given = {name: getattr(each, name) for name in fields} | {"cache_seqlens": each.seqlens}
+        held(each, *tilewise.decode(**given, return_lse=True))
+        bound_once()
 
 
-def test_calls_that_are_not_covered_are_remembered(on_gpu):
-    call = replace(made(DecodeCase(lengths=(5,))), scale=-1.0)
-    assert repeat.decode(call, decoding.decoder) is repeat.decode(call, lambda _: pytest.fail("asked again")) is None
+def test_calls_are_bound_once(monkeypatch):
+    """Whatever their lengths, strides and pages; also those that no kernel covers."""
+    monkeypatch.setattr(bound, "_KEPT", {})
+    call = made(DecodeCase(lengths=(0, 1, 63, 64, 65, 300)))
+    shorter = replace(call, seqlens=torch.tensor([0, 1, 20, 30, 65, 100], dtype=torch.int32))
+    apart = torch.empty(*call.q.shape[:3], 2 * call.q.shape[3], dtype=call.q.dtype)[..., : call.q.shape[3]].copy_(call.q)
+    with Emulated().on_gpu():
+        found = decoding.bound(call)
+        for each in (call, shorter, replace(call, q=apart)):
+            assert decoding.bound(each) is found
+            assert all(map(torch.equal, found(each.tensors, each.seqlens), by_kernel(each)))
+        fewer = replace(call, q=call.q[:3], k_cache=call.k_cache[:3], v_cache=call.v_cache[:3], seqlens=call.seqlens[:3])
+        assert decoding.bound(fewer) is not found and len(bound._KEPT) == 2
+        refused = replace(call, scale=-1.0)
+        assert decoding.bound(refused) is None
+        monkeypatch.setattr(decoding, "bind", None)
+        assert decoding.bound(refused) is None

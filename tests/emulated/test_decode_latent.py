@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import DecodeCase, held, made
+from decode_problems import DecodeCase, by_kernel, held, made
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.backends.hopper.decode import extents, prefix, workspace
 from tilewise.backends.hopper.decode.call import Cut
 from tilewise.masks import Causal, Full, SlidingWindow
 
@@ -23,8 +23,7 @@ EVERY_TILE = Cut(numbers=1 << 30)  # so that few tiles lie in several blocks
 
 def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = EVERY_TILE, **tuning):
     with Emulated(pace, seed, slots).on_gpu():
-        found = decoding.decode(call, cut, **tuning)
-    assert found is not None, decoding.why_not(call)
+        found = by_kernel(call, cut, **tuning)
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
 
@@ -109,5 +108,5 @@ def test_prefix_of_all(case, monkeypatch):
 def test_what_is_remembered_tells_one_memory_from_two():
     call = made(QUICK[0])
     apart = replace(call, v_cache=call.v_cache.clone())
-    assert repeat.latent(call) and not repeat.latent(apart) and repeat._key(call) != repeat._key(apart)
-    assert decoding.decode(apart) is None
+    assert extents.latent(call) and not extents.latent(apart) and decoding._key(call) != decoding._key(apart)
+    assert decoding.bind(apart) is None

@@ -314,7 +314,18 @@ def test_queries_that_are_not_finite_and_see_nothing(way):
 
 def of_quantiser(call):
     with Emulated().on_gpu():
-        return eight_bits.quantise(call)
+        prepare, factor = eight_bits.by_quantiser(call)
+        made, scales, _ = prepare(call.q, call.k, call.v)
+        return made, scales, factor
+
+
+def of_transposer(call):
+    with Emulated().on_gpu():
+        prepare, _ = eight_bits.by_transposer(call)
+        made, scales, _ = prepare(
+            call.q, call.k, call.v, [eight_bits.spread(x, shape) for x, shape in eight_bits.scales_given(call) if x is not None]
+        )
+        return made, scales
 
 
 BITS = [
@@ -365,8 +376,7 @@ def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
 )
 def test_values_that_are_given_are_transposed(dim, seqlen):
     call = made(Quantised("given", 3, seqlen, dims=(dim, dim), heads=(2, 2), batch=2))
-    with Emulated().on_gpu():
-        operands, *_ = eight_bits.given(call)
+    operands, _ = of_transposer(call)
     assert torch.equal(operands.V, key_order.transposed(call.v.transpose(1, 2)).view(torch.int8))
 
 
@@ -375,8 +385,7 @@ def test_scales_of_tokens_become_their_groups(seqlen):
     call = made(Quantised("given", 3, seqlen, per=("token",) * 3, heads=(2, 2), batch=2))
     call.v_scale[0, 1, 7:9] = torch.tensor([-1e6, math.nan])
     call.v_scale[1, 0, :128] = 0.0
-    with Emulated().on_gpu():
-        _, scales, _ = eight_bits.given(call)
+    _, scales = of_transposer(call)
     for name, given in (("columns", call.k_scale), ("weights", call.v_scale)):
         found, behind = getattr(scales, name).split((seqlen, -seqlen % 128), dim=2)
         if name == "weights":

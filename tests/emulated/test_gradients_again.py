@@ -1,14 +1,12 @@
-"""The short way back on Hopper, carried out without a GPU: gradients lie in memory as their inputs do, in whatever order."""
+"""Bound gradients on Hopper, carried out without a GPU: they lie in memory as their inputs do, in whatever order."""
 
 import math
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 from emulator.backend import NEEDED, Emulated
 
-from tilewise.backends.hopper import short
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.backward import plan
 from tilewise.masks import Causal, Full, PrefixLM, SlidingWindow
@@ -30,16 +28,15 @@ def lying(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
 
 
 class Again(Emulated):
-    """Gradients by the short way, in memory that is full of NaN, of q, k and v that lie in other orders; the bits are those of the long way."""
+    """Gradients in memory that is full of NaN, of q, k and v that lie in other orders; the bits are those of contiguous ones."""
 
     def backward(self, call, o, lse, d_o, d_lse, bias_grad=False):
         right = super().backward(call, o, lse, d_o, d_lse, bias_grad)
         q, k, v = x = [lying(each, order) for each, order in zip((call.q, call.k, call.v), ORDERS, strict=True)]
         call = replace(call, q=q, k=k, v=v)
         beside = call.bias, call.alibi_slopes, call.sink, None, None, None
-        stand_ins = {"current_device": lambda: None, "current_stream": lambda index: 0, "capturing": lambda: False}
-        with self.on_gpu(), mock.patch.multiple(short, **stand_ins):
-            again = backward.repeat(call)
+        with self.on_gpu():
+            again = backward.bind(call)
             empty = again.empty
             again.empty = lambda *layout: (made := empty(*layout)).fill_(math.nan if made.is_floating_point() else 77)
             grads = again(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)

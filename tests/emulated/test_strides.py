@@ -6,15 +6,12 @@ import append_problems
 import pytest
 import torch
 from append_problems import AppendCase
-from decode_problems import DecodeCase, made, with_eight_bits
+from decode_problems import DecodeCase, by_kernel, made, with_eight_bits
 from emulator.backend import NEEDED, Emulated
 
 from tilewise import ShapeError
-from tilewise.backends.hopper import short
-from tilewise.backends.hopper.decode import append_call, repeat
-from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper.decode import bound
 from tilewise.masks import Causal, Full
-from tilewise.problem import DecodeTensors
 from tilewise.sm90 import jit
 from tilewise.testing.cases import Case, make, upstream
 
@@ -84,11 +81,7 @@ def seen(request, monkeypatch):
 
 @pytest.fixture
 def on_gpu(monkeypatch, seen):
-    for name, stand_in in {"current_device": lambda: None, "current_stream": lambda _: 0, "capturing": lambda: False}.items():
-        monkeypatch.setattr(short, name, stand_in)
-    monkeypatch.setattr(short, "as_operand", lambda bundle, _: bundle)
-    monkeypatch.setattr(repeat, "_KNOWN", {})
-    monkeypatch.setattr(append_call, "_KNOWN", {})
+    monkeypatch.setattr(bound, "_KEPT", {})
     with Emulated().on_gpu():
         yield seen
 
@@ -100,7 +93,7 @@ def lie_in(found: set, *tensors) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_attention(case, on_gpu):
-    """Forward and backward, by the long way and by the short one."""
+    """Forward and backward, and both as a bound call."""
     call, backend, none = make(case, grad=True), Emulated(), (None,) * 6
     d_o, _ = upstream(case)
     other, d_o_too = changed(call, "q", "k", "v", "bias"), odd(d_o)
@@ -112,7 +105,7 @@ def test_attention(case, on_gpu):
     assert torch.equal(o, want[0]) and torch.equal(lse, want[1]) and all(map(torch.equal, grads[:3], wanted[:3]))
     assert lie_in(on_gpu, other.q, other.k, other.v, o, d_o_too) and (call.bias is None or lie_in(on_gpu, other.bias))
     on_gpu.clear()
-    again = backend.repeat(other)
+    again = backend.bind(other)
     o, lse = again.forward(other.q, other.k, other.v, (other.bias, *none[1:]), True)
     grads = again.backward(other.q, other.k, other.v, odd(o), lse, d_o_too, None, (other.bias, *none[1:]), False)
     assert torch.equal(o, want[0]) and torch.equal(lse, want[1]) and all(map(torch.equal, grads[:3], wanted[:3]))
@@ -131,47 +124,34 @@ def test_decode_of_eight_bits(on_gpu):
 
 
 def check(call, seen):
-    """By the decoder's long way and by the short one."""
+    """Nothing is copied."""
     other = changed(call, "q", "k_cache", "v_cache", "k_scale", "v_scale")
-    want = decoding.decode(call)
+    want = by_kernel(call)
     seen.clear()
-    assert all(map(torch.equal, decoding.decode(other), want)) and lie_in(seen, other.q, other.k_cache, other.v_cache)
-    decoder = decoding.decoder(other)
-    given = tuple(DecodeTensors(**{name: getattr(other, name, None) for name in DecodeTensors._fields}))
-    for found in (decoder(other), decoder.repeat(other, True)(given, other.seqlens, None)):
-        assert all(map(torch.equal, found, want))
-    assert lie_in(seen, other.q, other.k_cache, other.v_cache)
+    assert all(map(torch.equal, by_kernel(other), want)) and lie_in(seen, other.q, other.k_cache, other.v_cache)
 
 
 @pytest.mark.parametrize("case", APPENDED, ids=str)
 def test_append(case, on_gpu, monkeypatch):
     call = append_problems.made(case)
     want = append_problems.by_torch(call, monkeypatch)
-    assert append_call.append(changed(call, "k_cache", "v_cache", "k", "v")) is not None
+    assert Emulated().append(changed(call, "k_cache", "v_cache", "k", "v")) is not None
     assert append_problems.same(call.k_cache, want[0]) and append_problems.same(call.v_cache, want[1])
 
 
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
 def test_a_pool_that_cannot_be_read_is_refused_and_never_copied(name, on_gpu):
-    """By the long way, by the short one, and before new tokens are written; what is not paged is copied."""
+    """Nor are new tokens written before; what is not paged is copied."""
     call = made(DecodeCase(lengths=(70, 1, 130), page=4, **ONE_HEAD))
     x = getattr(call, name)
     late = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
     wide = torch.empty(*x.shape[:-1], 68, dtype=x.dtype)[..., :64]  # bytes of a token: 136
-    decoder = decoding.decoder(call)
     for found, sentence in ((late, f"{name} has an address 2 bytes behind a multiple of 16"), (wide, f"{name} has strides")):
         other = replace(call, **{name: found.copy_(x)})
-        given = tuple(DecodeTensors(**{each: getattr(other, each, None) for each in DecodeTensors._fields}))
-        ways = (
-            lambda other=other: decoding.decode(other),
-            lambda other=other: decoder(other),
-            lambda other=other: Emulated().check_decode(other),
-            lambda other=other, given=given: decoder.repeat(other, True)(given, other.seqlens, None),
-        )
-        for way in ways:
+        for refused in (by_kernel, Emulated().check_decode):
             with pytest.raises(ShapeError, match=f"{sentence}.*with a page table it is read where it lies"):
-                way()
+                refused(other)
     plain = made(DecodeCase(lengths=(130,), **ONE_HEAD))
     x = getattr(plain, name)
     copied = replace(plain, **{name: torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)})
-    assert all(map(torch.equal, decoding.decoder(copied)(copied), decoding.decode(plain)))
+    assert all(map(torch.equal, by_kernel(copied), by_kernel(plain)))

@@ -1,4 +1,4 @@
-"""tilewise.decode on a GPU, called again: the short way's bits, tensors that lie elsewhere, graphs, streams, and what the host takes."""
+"""tilewise.decode on a GPU, called again: the same bits, tensors that lie elsewhere, graphs, streams, and what the host takes."""
 
 import time
 
@@ -8,7 +8,8 @@ from decode_problems import DecodeCase, made
 from hopper_problems import NEEDS_HOPPER
 
 import tilewise as tw
-from tilewise.runtime import decode_operator, decode_repeats
+from tilewise.backends.hopper import Hopper
+from tilewise.runtime import decode_repeats
 
 pytestmark = NEEDS_HOPPER
 
@@ -35,31 +36,29 @@ def arguments(case: DecodeCase, seed: int = 0) -> dict:
     return {name: getattr(call, name) for name in names} | {"cache_seqlens": call.seqlens}
 
 
-def short(monkeypatch, **given):
-    """The call, which may not go the long way."""
+def again(monkeypatch, **given):
+    """The call, which may not be bound again."""
     with monkeypatch.context() as patched:
-        patched.setattr(decode_operator, "run", None)
+        patched.setattr(Hopper, "bind_decode", None)
         return tw.decode(**given, return_lse=True)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_short_way_has_the_bits_of_the_long_way(case, monkeypatch):
-    first, second = arguments(case), arguments(case, 1)
-    tw.decode(**first, return_lse=True)
-    for given in (first, second):
-        found = short(monkeypatch, **given)
-        known = dict(decode_repeats._KNOWN)
+def test_what_is_found_for_a_call_serves_those_like_it(case, monkeypatch):
+    wanted = []
+    for seed in (1, 0):
         decode_repeats.forget()
-        wanted = tw.decode(**given, return_lse=True)
-        decode_repeats._KNOWN.update(known)
-        assert all(map(torch.equal, found, wanted)) and all(x.is_contiguous() for x in found)
+        wanted.append(tw.decode(**arguments(case, seed), return_lse=True))
+    for seed, bits in zip((0, 0, 1), (wanted[1], wanted[1], wanted[0]), strict=True):
+        found = again(monkeypatch, **arguments(case, seed))
+        assert all(map(torch.equal, found, bits)) and all(x.is_contiguous() for x in found)
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("name", ["contiguous", "paged", "packed"])
-def test_new_tokens_are_written_by_the_short_way(name, rotated, monkeypatch):
-    """As by the long way, into the caches and into out."""
-    case, kept = CASES[name], {}
+def test_new_tokens_are_written(name, rotated, monkeypatch):
+    """Into the caches and into out, as by `append` and `decode` one after the other, also by calls like one before."""
+    case = CASES[name]
     for seed in range(2):
         given = arguments(case, seed)
         lengths = given["cache_seqlens"]
@@ -67,20 +66,22 @@ def test_new_tokens_are_written_by_the_short_way(name, rotated, monkeypatch):
         given["cache_seqlens"] = (lengths - torch.tensor(new, dtype=torch.int32, device="cuda")).clamp(min=0)
         heads_k, dim = given["k_cache"].shape[2:]
         shape = (given["q"].shape[0], heads_k, dim) if name == "packed" else (*given["q"].shape[:2], heads_k, dim)
-        given |= {x: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for x in "kv"} | {"out": torch.empty_like(given["q"])}
+        fresh = {x: torch.randn(shape, dtype=torch.bfloat16, device="cuda") for x in "kv"}
+        tables = {}
         if rotated:
             angles = torch.randn(2000, 32, dtype=torch.float32, device="cuda")
-            given |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-        other = given | {x: given[x].clone() for x in ("k_cache", "v_cache", "out")}
-        wanted = tw.decode(**other, return_lse=True)
-        if seed:
-            decode_repeats._KNOWN.update(kept)
-            found = short(monkeypatch, **given)
-            assert found[0] is given["out"] and all(map(torch.equal, found, wanted))
-            assert all(torch.equal(given[x].view(torch.int16), other[x].view(torch.int16)) for x in ("k_cache", "v_cache"))
-        kept = dict(decode_repeats._KNOWN)
-        assert len(kept) == 1
-        decode_repeats.forget()
+            tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+        caches = {x: given[x].clone() for x in ("k_cache", "v_cache")}
+        places = {"cache_seqlens": given["cache_seqlens"], "page_table": given["page_table"]}
+        tw.append(**caches, **fresh, **places, cu_seqlens=given["cu_seqlens_q"], **tables)
+        ends = given["cache_seqlens"] + torch.tensor(new, dtype=torch.int32, device="cuda")
+        wanted = tw.decode(**given | caches | tables | {"cache_seqlens": ends}, return_lse=True)
+        known = dict(decode_repeats._KNOWN)
+        given |= fresh | tables | {"out": torch.empty_like(given["q"])}
+        found = again(monkeypatch, **given) if seed else tw.decode(**given, return_lse=True)
+        assert found[0] is given["out"] and all(map(torch.equal, found, wanted))
+        assert all(torch.equal(given[x].view(torch.int16), caches[x].view(torch.int16)) for x in caches)
+        assert len(decode_repeats._KNOWN) == len(known) + (seed == 0)
 
 
 def test_tensors_between_the_kernels_addresses(monkeypatch):
@@ -95,9 +96,9 @@ def test_tensors_between_the_kernels_addresses(monkeypatch):
             late.copy_(x)
             if case == "paged" and name != "q":
                 with pytest.raises(tw.ShapeError, match=f"{name} has an address 2 bytes behind a multiple of 16"):
-                    short(monkeypatch, **given | {name: late})
+                    again(monkeypatch, **given | {name: late})
             else:
-                assert all(map(torch.equal, short(monkeypatch, **given | {name: late}), wanted)), name
+                assert all(map(torch.equal, again(monkeypatch, **given | {name: late}), wanted)), name
 
 
 def test_graphs_and_streams(monkeypatch):
@@ -106,13 +107,13 @@ def test_graphs_and_streams(monkeypatch):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = short(monkeypatch, **given)
+        found = again(monkeypatch, **given)
     graph.replay()
     assert all(map(torch.equal, found, wanted))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = short(monkeypatch, **given)
+        found = again(monkeypatch, **given)
     torch.cuda.synchronize()
     assert all(map(torch.equal, found, wanted))
 
@@ -122,11 +123,11 @@ def test_nothing_is_read_on_the_host_but_when_asked(monkeypatch):
     tw.decode(**given, return_lse=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        short(monkeypatch, **given)
+        again(monkeypatch, **given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     wild = given | {"cache_seqlens": torch.full_like(given["cache_seqlens"], 10**6)}
-    short(monkeypatch, **wild)
+    again(monkeypatch, **wild)
     monkeypatch.setenv("TILEWISE_CHECK", "1")
     with pytest.raises(tw.ShapeError, match=r"cache_seqlens\[0\] is 1000000"):
         tw.decode(**wild, return_lse=True)

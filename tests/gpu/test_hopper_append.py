@@ -11,8 +11,8 @@ from decode_problems import made as made_decode
 from hopper_problems import NEEDS_HOPPER
 
 import tilewise as tw
-from tilewise.backends.hopper.decode import append_call, repeat
-from tilewise.backends.hopper.decode import call as decoding
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.decode import append_call
 
 pytestmark = NEEDS_HOPPER
 
@@ -20,7 +20,7 @@ DTYPES, INDICES = (torch.bfloat16, torch.float16), (torch.int32, torch.int64)
 
 
 def written(call):
-    ends = append_call.append(call)
+    ends = Hopper().append(call)
     assert ends is not None, append_call.why_not(call)
     return ends
 
@@ -163,7 +163,7 @@ def test_queries_that_are_rotated_on_their_way(dims, interleaved):
     for half, table, queries in ((dims[0] // 2, torch.float32, 4), (16, torch.bfloat16, (3, 0, 30)), (8, torch.float16, 1)):
         case = DecodeCase(lengths=(300, 1, 5000), queries=queries, heads=(8, 2), dims=dims, page=16)
         call, rotated = with_rotary(made_decode(case, device="cuda"), half, interleaved, table)
-        found, expected = (repeat.decode(each, decoding.decoder) for each in (call, rotated))
+        found, expected = (Hopper().decode(each) for each in (call, rotated))
         assert found is not None and expected is not None
         held(rotated, *found)
         assert all(map(torch.equal, found, expected))

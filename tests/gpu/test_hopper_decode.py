@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decode_problems import INDICES, DecodeCase, held, made, with_eight_bits, with_int64
+from decode_problems import INDICES, DecodeCase, by_kernel, held, made, with_eight_bits, with_int64
 from hopper_problems import NEEDS_HOPPER
 
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.decode import bound, prefix, workspace
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
 from tilewise.testing import tolerance
 
@@ -21,7 +22,7 @@ BIG = {"dims": (128, 128), "heads": (8, 2)}
 
 
 def run(call):
-    found = repeat.decode(call, decoding.decoder)
+    found = Hopper().decode(call)
     assert found is not None, decoding.why_not(call)
     return found
 
@@ -98,7 +99,7 @@ def test_chunks_with_and_without_overlap(mask, tuning):
     call, found = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=64, mask=mask, **BIG))
     assert decoding.config_of(call).overlap
     for _ in range(5):
-        assert all(map(torch.equal, found, decoding.decode(call, tile_n=128, **tuning)))
+        assert all(map(torch.equal, found, by_kernel(call, tile_n=128, **tuning)))
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=str)
@@ -107,7 +108,7 @@ def test_chunks_in_pieces_of_a_fixed_size(mask):
     call, (o, lse) = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=16, split=64, mask=mask, **BIG))
     narrow = {"consumers": 1, "overlap": False}
     for others in (narrow, narrow | {"rising": False}, {"rising": False}, {"overlap": False}, {"consumers": 1}):
-        assert all(map(torch.equal, (o, lse), decoding.decode(call, **others)))
+        assert all(map(torch.equal, (o, lse), by_kernel(call, **others)))
     for b, (first, last) in enumerate(((0, 700), (700, 701), (701, 1001))):
         entry = {name: getattr(call, name)[b : b + 1] for name in ("seqlens", "page_table")}
         cu = torch.tensor([0, last - first], dtype=torch.int32, device="cuda")
@@ -180,11 +181,11 @@ def test_pieces_are_added_up(dims, heads):
     for lengths, queries in (((1024,), 1), ((8192,), 2), ((33_000,), 1), ((700, 0, 5000), (3, 1, 1))):
         call = made(DecodeCase(lengths=lengths, queries=queries, heads=heads, dims=dims, page=16), device="cuda")
         for numbers in (1 << 20, 4096, 256):
-            found = decoding.decode(call, decoding.Cut(numbers=numbers))
+            found = by_kernel(call, decoding.Cut(numbers=numbers))
             held(call, *found)
             for polls in (0, 1, 32, 10_000):
                 for _ in range(3):
-                    assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(numbers=numbers, polls=polls))))
+                    assert all(map(torch.equal, found, by_kernel(call, decoding.Cut(numbers=numbers, polls=polls))))
             assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
@@ -192,10 +193,10 @@ def test_pieces_are_added_up(dims, heads):
 def test_pieces_of_a_fixed_size_are_added_up_in_groups(split):
     for pieces in ({"most_pieces": 4, "group": 5}, {"most_pieces": 4, "group": 16}, {"most_pieces": 1 << 20}):
         call = made(DecodeCase(lengths=(9000, 300, 4000), queries=16, page=16, split=split, **BIG), device="cuda")
-        found = decoding.decode(call, **pieces)
+        found = by_kernel(call, **pieces)
         held(call, *found)
         for polls in (0, 32, 10_000):
-            assert all(map(torch.equal, found, decoding.decode(call, decoding.Cut(polls=polls), **pieces)))
+            assert all(map(torch.equal, found, by_kernel(call, decoding.Cut(polls=polls), **pieces)))
         assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
@@ -206,18 +207,18 @@ ONE_TILE = decoding.Cut(numbers=1 << 20, rows=128)
 def test_blocks_share_a_unit_however_long_they_wait():
     """Launch after launch the same bits, and counters at 0."""
     call = made(MANY_PIECES, device="cuda")
-    found = decoding.decode(call, ONE_TILE)
+    found = by_kernel(call, ONE_TILE)
     held(call, *found)
     for polls in (0, 1, 2, 4, 8, 32, 10_000):
         for _ in range(50):
-            assert all(map(torch.equal, found, decoding.decode(call, ONE_TILE._replace(polls=polls))))
+            assert all(map(torch.equal, found, by_kernel(call, ONE_TILE._replace(polls=polls))))
         assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
 def test_blocks_of_launches_on_two_streams_wait_for_their_own():
     """Neither launch may have all multiprocessors: blocks leave, and nothing stands still."""
     calls = [made(MANY_PIECES, seed, "cuda") for seed in range(2)]
-    want = [decoding.decode(call, ONE_TILE) for call in calls]
+    want = [by_kernel(call, ONE_TILE) for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     for polls in (0, 8, 32, 10_000):
         torch.cuda.synchronize()
@@ -225,7 +226,7 @@ def test_blocks_of_launches_on_two_streams_wait_for_their_own():
         for _ in range(100):
             for stream, call, each in zip(streams, calls, found, strict=True):
                 with torch.cuda.stream(stream):
-                    each.append(decoding.decode(call, ONE_TILE._replace(polls=polls)))
+                    each.append(by_kernel(call, ONE_TILE._replace(polls=polls)))
         torch.cuda.synchronize()
         for each, expected in zip(found, want, strict=True):
             assert all(torch.equal(x, y) for got in each for x, y in zip(got, expected, strict=True))
@@ -259,7 +260,7 @@ def test_columns_of_key_heads(heads):
     """Whether the key heads of the same tokens are side by side or not, and with cuts in a fixed place: what fp64 says, and the same bits again."""
     for lengths, split in (((9000,), None), ((40, 0, 3000, 2000, 1, 700), None), ((5000, 300), 512)):
         call = made(DecodeCase(lengths=lengths, heads=heads, dims=(64, 64), page=16, split=split), device="cuda")
-        found = [decoding.decode(call, decoding.Cut(aligned)) for aligned in (True, False, True, False)]
+        found = [by_kernel(call, decoding.Cut(aligned)) for aligned in (True, False, True, False)]
         for each, again in zip(found[:2], found[2:], strict=True):
             held(call, *each)
             assert all(map(torch.equal, each, again))
@@ -289,10 +290,10 @@ def test_shares_of_whole_units(batch, longest, heads, queries):
         call = made(case, device="cuda")
         for alone in WAYS:
             cut = decoding.Cut(alone=alone)
-            found = decoding.decode(call, cut)
+            found = by_kernel(call, cut)
             held(call, *found)
             for _ in range(3):
-                assert all(map(torch.equal, found, decoding.decode(call, cut)))
+                assert all(map(torch.equal, found, by_kernel(call, cut)))
             assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
@@ -303,7 +304,7 @@ def test_whole_units_of_all_dims(dims):
         for more in ({}, {"mask": SlidingWindow(400, 0)}, {"sink": True, "leftpad": tuple(n // 3 for n in lengths)}):
             call = made(DecodeCase(lengths=lengths, heads=(8, 1), dims=dims, latent=latent, **more), device="cuda")
             for alone in WAYS:
-                held(call, *decoding.decode(call, decoding.Cut(alone=alone)))
+                held(call, *by_kernel(call, decoding.Cut(alone=alone)))
 
 
 def test_a_graph_whose_lengths_change_the_shares():
@@ -358,7 +359,7 @@ def as_exact(given, exact):
     held(exact, *found)
     assert all(map(torch.equal, found, run(given)))
     config = decoding.config_of(given)
-    alike = decoding.decode(exact, decoding.Cut(rows=config.tile_m, alone=config.alone), tile_n=config.tile_n)
+    alike = by_kernel(exact, decoding.Cut(rows=config.tile_m, alone=config.alone), tile_n=config.tile_n)
     assert all(map(torch.equal, found, alike))
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
@@ -513,7 +514,7 @@ def test_graph_captured_at_short_lengths(page):
 
 
 def test_graph_captured_before_any_call():
-    repeat._KNOWN.clear()
+    bound._KEPT.clear()
     workspace._RESERVES.clear()
     call = made(DecodeCase(lengths=(4000, 30), **BIG), device="cuda")
     graph = torch.cuda.CUDAGraph()

@@ -8,8 +8,9 @@ from decode_problems import DecodeCase, held, made
 from hopper_problems import NEEDS_HOPPER
 
 import tilewise as tw
+from tilewise.backends.hopper import Hopper
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat, workspace
+from tilewise.backends.hopper.decode import prefix, workspace
 from tilewise.masks import Causal, Full, SlidingWindow
 
 pytestmark = NEEDS_HOPPER
@@ -19,7 +20,7 @@ LATENT = {"dims": (576, 512), "latent": True}
 
 
 def run(call):
-    found = repeat.decode(call, decoding.decoder)
+    found = Hopper().decode(call)
     assert found is not None, decoding.why_not(call)
     return found
 

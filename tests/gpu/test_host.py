@@ -4,13 +4,13 @@ import threading
 
 import pytest
 import torch
+from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
+from tilewise.backends.hopper.repeat import Repeat
 
 import tilewise as tw
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import Hopper
-from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
 from tilewise.backends.hopper.forward import config
-from tilewise.backends.hopper.repeat import Repeat
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, SlidingWindow
 from tilewise.runtime import operator, repeats

@@ -1,7 +1,10 @@
 """Which calls torch.compile leaves out of CUDA graphs (runtime/graphs.py), told of fake tensors on a GPU that need not be there."""
 
+import itertools
 import sys
 import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 
 import tilewise as tw
-from tilewise.runtime import append_operator, decode_operator, graphs, operator
+from tilewise.backends.hopper import coverage
+from tilewise.backends.hopper.decode import call as decode
+from tilewise.machine import once
+from tilewise.masks import Causal, ChunkedCausal, SlidingWindow
+from tilewise.problem import DecodeCall, Problem
+from tilewise.runtime import append_operator, decode_operator, dispatch, graphs, operator
 from tilewise.sm90 import jit, prebuilt
 
 SEEN = torch.ones(4, 4, dtype=torch.bool, device="cpu")
@@ -30,26 +38,69 @@ CALLS = {  # dtype, head_dim, mask, its tensors, backend, drawn: whether it read
 }
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """Sets whether this is a machine for Hopper's kernels."""
+
+    def install(there: bool = True) -> None:
+        dispatch.reasons.cache_clear()
+        dispatch.choose.cache_clear()
+        monkeypatch.setattr(jit, "why_no_compiler", lambda: [])
+        monkeypatch.setattr(jit, "why_not_here", lambda capability: [] if there else ["it is elsewhere"])
+
+    yield install
+    dispatch.reasons.cache_clear()
+    dispatch.choose.cache_clear()
+
+
+def operands(q, v, mask="Causal()", tensors=(), backend=None, drawn=False, **fields):
+    rng = torch.zeros(2, dtype=torch.int64, device="cpu") if drawn else None
+    given = dict.fromkeys(operator.Operands._fields, False) | dict.fromkeys(operator.Operands._fields[: operator.TENSORS])
+    given |= {"scale": None, "softcap": 0.0, "precision": None, "out_dtype": None}
+    return operator.Operands(
+        **given | {"q": q, "k": q, "v": v, "mask": mask, "mask_tensors": [*tensors], "backend": backend, "rng": rng} | fields
+    )
+
+
 @pytest.mark.parametrize(("dtype", "dim", "mask", "tensors", "backend", "drawn", "reads"), CALLS.values(), ids=CALLS)
-def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, monkeypatch):
-    for hopper in (True, False):
-        monkeypatch.setattr(graphs, "is_hopper", lambda index, hopper=hopper: hopper)
+def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, hopper):
+    for there in (True, False):
+        hopper(there)
         with FakeTensorMode(allow_non_fake_inputs=True):
             q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda")
-        assert graphs.reads(q, q, mask, tensors, backend, drawn) == (reads or not hopper)
+            assert graphs.reads(operands(q, q, mask, tensors, backend, drawn)) == (reads or not there)
     q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cpu")
-    assert not graphs.reads(q, q, mask, tensors, backend, drawn)
+    assert not graphs.reads(operands(q, q, mask, tensors, backend, drawn))
 
 
 @pytest.mark.parametrize(
     ("dim", "dtype_v", "reads"), [(64, torch.float8_e4m3fn, False), (64, torch.bfloat16, True), (72, torch.float8_e4m3fn, True)]
 )
-def test_what_reads_in_8_bits(dim, dtype_v, reads, monkeypatch):
+def test_what_reads_in_8_bits(dim, dtype_v, reads, hopper):
     """The kernel loads rows of whole multiples of 16 bytes, and values of 8 bits."""
-    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    hopper()
     with FakeTensorMode():
         q, v = (torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda") for dtype in (torch.int8, dtype_v))
-    assert graphs.reads(q, v, "Causal()", [], None) == reads
+    assert graphs.reads(operands(q, v)) == reads
+
+
+def test_every_field_may_decide_who_computes(hopper, monkeypatch):
+    """Also one that no coverage depends on today; a size is a number where torch.compile has a symbol."""
+    hopper()
+    asked = []
+    monkeypatch.setattr(graphs, "choose", lambda problem, name, **_: asked.append(problem) or dispatch.named("hopper"))
+    given = {"softcap": 2.0, "grad": True, "deterministic": True, "row_max": True, "precision": "e4m3", "out_dtype": torch.float32}
+    with FakeTensorMode():
+        q, v = (torch.empty(1, 4, 2, dim, dtype=torch.float16, device="cuda") for dim in (64, 48))
+        assert not graphs.reads(operands(q, v, "Full()", bias=q, alibi_slopes=q, sink=q, **given))
+    of_heads = {"device": "cuda", "dtype": torch.float16, "head_dim": 64, "head_dim_v": 48, "group": 1, "mask": "full"}
+    same = {"k_dtype": torch.float16, "v_dtype": torch.float16, "capability": asked[0].capability}
+    assert asked == [Problem(**of_heads, **same, **given | dict.fromkeys(("softcap", "bias", "alibi", "sink"), True))]
+    torch._dynamo.reset()
+    ask = torch.compile(
+        lambda q: graphs._backend_reads(None, None, "Full()", **graphs._heads(q, q, q)), dynamic=True, fullgraph=True, backend="eager"
+    )
+    assert [ask(torch.empty(1, 4, 2, dim, dtype=torch.float16, device="cpu")) for dim in (64, 256, 264)] == [False, False, True]
 
 
 def test_constants_are_marked_as_torch_marks_them():
@@ -60,15 +111,24 @@ def test_constants_are_marked_as_torch_marks_them():
 
 
 @pytest.mark.parametrize("lacking", ("", "another maker's GPU", "another GPU", "compiler and kernels"))
-def test_where_there_are_kernels(lacking, monkeypatch):
+def test_where_there_are_kernels(lacking, hopper, monkeypatch):
+    here = jit.why_not_here
+    hopper()
+    monkeypatch.setattr(jit, "why_not_here", here)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0) if lacking == "another GPU" else (9, 0))
     monkeypatch.setattr(torch.version, "hip", "6.4" if lacking == "another maker's GPU" else None)  # whose MI200 has capability 9.0
     monkeypatch.setattr(jit, "why_no_compiler", lambda: ["none"] if lacking == "compiler and kernels" else [])
     monkeypatch.setattr(prebuilt, "why_not", lambda: "none")
-    assert graphs.is_hopper(0) == (not lacking)
+    monkeypatch.setattr(once, "_said", set())
+    ask = lambda: graphs._backend_reads(0, None, "Full()", dtype=torch.float16, head_dim=64, head_dim_v=64)  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="in place of 'hopper'") if lacking == "compiler and kernels" else nullcontext():
+        assert ask() == bool(lacking)
+    dispatch.reasons.cache_clear()
+    dispatch.choose.cache_clear()
     monkeypatch.setattr(prebuilt, "why_not", lambda: "")
-    assert graphs.is_hopper(0) == (lacking in ("", "compiler and kernels"))
+    monkeypatch.setattr(prebuilt, "entry", lambda *kernel: True)
+    assert ask() == (lacking not in ("", "compiler and kernels"))
 
 
 STEPS = {  # head_dim, dtype of the caches, mask, checked: whether decode reads
@@ -84,9 +144,9 @@ STEPS = {  # head_dim, dtype of the caches, mask, checked: whether decode reads
 
 
 @pytest.mark.parametrize(("dim", "dtype", "mask", "check", "reads"), STEPS.values(), ids=STEPS)
-def test_what_decode_reads(dim, dtype, mask, check, reads, monkeypatch):
+def test_what_decode_reads(dim, dtype, mask, check, reads, hopper, monkeypatch):
     """Sequences that go one by one are cut by their lengths on the host."""
-    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    hopper()
     monkeypatch.setattr(operator, "traced", lambda: True)
     ran = []
     monkeypatch.setattr(decode_operator, "operator", lambda *_: ran.append(False) or (q, q))
@@ -99,10 +159,63 @@ def test_what_decode_reads(dim, dtype, mask, check, reads, monkeypatch):
     assert ran == [reads]
 
 
+LATENT = {  # head_dim, head_dim_v, tokens of a page, whether values are the first columns of keys: whether decode reads
+    "DeepSeek's": (576, 512, None, True, False),
+    "MiniCPM's": (320, 256, 64, True, False),
+    "caches apart": (576, 512, None, False, True),
+    "pages that nobody loads": (576, 512, 12, True, True),
+    "rows that nobody loads": (572, 512, None, True, True),
+    "too large": (640, 512, None, True, True),
+}
+
+
+@pytest.mark.parametrize(("dim", "dim_v", "page", "in_keys", "reads"), LATENT.values(), ids=LATENT)
+def test_what_decode_reads_of_latent_caches(dim, dim_v, page, in_keys, reads, hopper, monkeypatch):
+    hopper()
+    monkeypatch.setattr(operator, "traced", lambda: True)
+    ran = []
+    monkeypatch.setattr(decode_operator, "operator", lambda *_: ran.append(False) or (q, q))
+    monkeypatch.setattr(decode_operator, "operator_reading", lambda *_: ran.append(True) or (q, q))
+    with FakeTensorMode():
+        q, keys = (torch.empty(2, n, 1, dim, dtype=torch.bfloat16, device="cuda") for n in (1, page or 40))
+        rows = dim if in_keys else dim_v  # as of k_cache[..., :dim_v], of which a torch without CUDA makes no fake
+        values = torch.empty_strided((*keys.shape[:3], dim_v), (keys.shape[1] * rows, rows, rows, 1), dtype=keys.dtype, device="cuda")
+        lengths, table = (torch.empty(*shape, dtype=torch.int32, device="cuda") for shape in ((2,), (2, 3)))
+        tw.decode(q, keys, values, cache_seqlens=lengths, page_table=table if page else None)
+    assert ran == [reads]
+
+
+def test_decode_cuts_what_its_kernels_do_not_cover(monkeypatch):
+    """Coverage without tensors agrees with what the call itself is told."""
+    monkeypatch.setattr(jit, "why_no_compiler", lambda: [])
+    new = partial(torch.empty, device="meta")
+    masks = Causal(), Causal("top_left"), SlidingWindow(3, 0), ChunkedCausal(16)
+    dims = itertools.product((20, 24, 64, 256, 320, 572, 576, 640), (24, 64, 256, 512))
+    answers = set()
+    for dim, dim_v, cached, page, in_keys, mask in [
+        (*each, *rest)
+        for each in dims
+        for rest in itertools.product((torch.bfloat16, torch.int8), (None, 12, 64), (False, True), masks)
+        if not rest[2] or each[1] < each[0]
+    ]:
+        keys = new(2, page or 40, 1, dim, dtype=cached)
+        values = keys[..., :dim_v] if in_keys else new(2, page or 40, 1, dim_v, dtype=cached)
+        of_call = {"q": new(2, 1, 1, dim, dtype=torch.bfloat16), "k_cache": keys, "v_cache": values, "mask": mask, "scale": 1.0}
+        lengths = {"seqlens": new(2, dtype=torch.int32), "page_table": new(2, 3, dtype=torch.int32) if page else None}
+        none = dict.fromkeys(("cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split"))
+        call = DecodeCall(**of_call, **lengths, **none, max_seqlen_q=1, shared_prefix=0)
+        problem = Problem(
+            device="cuda", dtype=torch.bfloat16, k_dtype=cached, v_dtype=cached, head_dim=dim, head_dim_v=dim_v, group=1, mask=mask.kind
+        )
+        answers.add(found := coverage.cuts_sequences(problem, mask, page, in_keys))
+        assert found == bool(decode.why_not(call)), (dim, dim_v, cached, page, in_keys, mask)
+    assert answers == {False, True}
+
+
 @pytest.mark.parametrize("asked", ("nobody", "the call", "the environment"))
-def test_values_that_are_checked_are_read(asked, monkeypatch):
+def test_values_that_are_checked_are_read(asked, hopper, monkeypatch):
     """By append, too."""
-    monkeypatch.setattr(graphs, "is_hopper", lambda index: True)
+    hopper()
     monkeypatch.setattr(operator, "traced", lambda: True)
     monkeypatch.setenv("TILEWISE_CHECK", "1" if asked == "the environment" else "0")
     ran, check = [], asked == "the call"
@@ -126,12 +239,12 @@ def test_what_is_left_out():
     ):
         assert torch.Tag.cudagraph_unsafe in twin._opoverload.tags
         assert torch.Tag.cudagraph_unsafe not in op._opoverload.tags
-        assert str(twin._opoverload._schema).replace("_reading", "") == str(op._opoverload._schema)
 
 
 def programs(monkeypatch, call, *leaves):
     """The names of our operators in what torch.compile makes of a call, forward and backward, as if it could not be in a CUDA graph."""
-    monkeypatch.setattr(graphs, "reads", lambda *_, **__: True)
+    for name in ("reads", "decode_reads"):
+        monkeypatch.setattr(graphs, name, lambda *_: True)
     names = set()
 
     def note(graph, _):
@@ -197,11 +310,11 @@ def test_the_run_before_a_capture_is_another_threads(monkeypatch):
     assert all(map(torch.equal, results(), want))
     assert len(threads) == 1 and threads.pop().startswith("tilewise")
 
-    def fails(x: torch.Tensor) -> None:
+    def fails(given: tuple) -> None:
         raise ValueError("as it is")
 
     with pytest.raises(ValueError, match="as it is"):
-        graphs.apart(fails, q)
+        graphs.run_outside_pool(fails, (q,))
 
 
 def test_the_other_thread_infers_where_the_caller_does(monkeypatch):

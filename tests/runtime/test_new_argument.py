@@ -8,17 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-REMEMBER = "\n    if usual:\n        repeats.remember(*tensors, options, given, beside)\n    if"
-
 # A factor for each query head's scores, which no release has.
 EDITS = {
     "api.py": [
         ("    bias: Tensor | None = None,\n    alibi", "    bias: Tensor | None = None,\n    warmth: Tensor | None = None,\n    alibi"),
         ("    usual = return_max_logits", "    usual = warmth is None and return_max_logits"),
-        (
-            "o, lse, row_max = operator.attend(given, out)" + REMEMBER,
-            "o, lse, row_max = operator.attend(given._replace(warmth=warmth), out)" + REMEMBER,
-        ),
+        ("o, lse, row_max = operator.attend(given, out)", "o, lse, row_max = operator.attend(given._replace(warmth=warmth), out)"),
         ("        diagonal=None,\n", "        diagonal=None,\n        warmth=None,\n"),
     ],
     "runtime/operator.py": [("    diagonal: Tensor | None\n    rng", "    diagonal: Tensor | None\n    warmth: Tensor | None\n    rng")],

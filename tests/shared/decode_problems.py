@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.decode import call as decoding
 from tilewise.masks import Causal, Dense, Mask
 from tilewise.masks.mask import Combined
 from tilewise.problem import Call, DecodeCall, Rotary
@@ -168,6 +169,13 @@ def stand_for(call: DecodeCall, cache: Tensor, scale: Tensor | None) -> Tensor:
         assert call.page_table is None and call.cache_batch_idx is None
         scale = scale[:, None]
     return (cache.to(torch.float64 if call.q.dtype == torch.float64 else torch.float32) * scale[..., None]).to(call.q.dtype)
+
+
+def by_kernel(call: DecodeCall, *cut: decoding.Cut, **tuning) -> tuple[Tensor, Tensor]:
+    """What Hopper's kernel gives, found for this call alone; the others as `decode.call.bind` has them."""
+    bound = decoding.bind(call, *cut, **tuning)
+    assert bound is not None, decoding.why_not(call)
+    return bound(call.tensors, call.seqlens)
 
 
 def with_rotary(call: DecodeCall, half: int, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[DecodeCall, DecodeCall]:

@@ -5,18 +5,26 @@ from typing import Protocol
 
 from torch import Tensor
 
+from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 
-class Repeat(Protocol):
-    """A call whose kernel and arguments were found once, for other tensors of the same shapes, strides and dtype."""
+class Bound(Protocol):
+    """A call whose kernel and arguments were found, as a function of tensors of the same shapes, strides and dtypes: `Backend.bind`."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it may serve more calls: it depends on nothing that a tensor holds, and takes little memory."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`; q, k
-        and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen, head_dim_v), but need not.
+        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`, and rng None
+        for the call's own; q, k and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen,
+        head_dim_v), but need not.
         """
+        ...
 
     def backward(
         self,
@@ -35,6 +43,20 @@ class Repeat(Protocol):
         """
 
 
+class BoundDecode(Protocol):
+    """A call of decode whose kernel and arguments were found once, for all that differ from it in nothing but what tensors hold and where they lie.
+
+    It holds none of the call's tensors.
+    """
+
+    def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """O and LSE as of `Backend.decode`, contiguous. LSE may be looked at only with `with_lse`.
+
+        given: as DecodeTensors; seqlens: (batch,), lengths with new tokens; out: None, or a tensor apart from all others, shaped as O, that may be
+        written and returned as O.
+        """
+
+
 class Backend(Protocol):
     """One way to compute attention. Backends never import each other.
 
@@ -48,6 +70,18 @@ class Backend(Protocol):
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run `problem`; empty when it can."""
         raise NotImplementedError
+
+    def reads(self, problem: Problem) -> bool:
+        """Whether it reads values of tensors on a GPU on the host for a problem that it runs, so that no CUDA graph can hold the call. Of masks that
+        hold tensors it is asked about packed documents alone (`masks.Unread`).
+        """
+        return True
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        """As `reads`, for `decode`; `problem` has the caches' dtypes. page_size: tokens, None where there is no page table. in_keys: v_cache has the
+        strides of k_cache[..., :head_dim_v], as if it were that.
+        """
+        return True
 
     def missing(self, problem: Problem) -> str:
         """A sentence with the way out where this backend would run `problem` on this machine, if only what it needs were installed, or what was asked
@@ -74,48 +108,48 @@ class Backend(Protocol):
         """
         raise NotImplementedError
 
-    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, read in place; None where each sequence has to be a call of its own, or queries that
-        are yet to be rotated have to be so first.
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """What computes `call`, and calls like it, by reading the cache in place; None where each sequence has to be a call of its own, or queries
+        that are yet to be rotated have to be so first.
 
-        O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
         A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
-        read on the host, unless it is there.
+        read on the host, unless it is there, and nothing that is found depends on it.
         """
         return None
+
+    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
+        """O and LSE of the newest tokens against a cache; None where `bind_decode` has none.
+
+        O is like q with head_dim_v; LSE (batch, heads_q, seqlen_q), or (heads_q, total_q). Rows of q behind the last sequence get O = 0, LSE = -inf.
+        """
+        bound = self.bind_decode(call)
+        return None if bound is None else bound(call.tensors, call.seqlens)
 
     def check_decode(self, call: DecodeCall) -> None:
         """Raise what `decode` would for where the caches lie. It is asked before new tokens are written, of which nothing is left then."""
-
-    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
-        """A shorter way to contiguous O and LSE for calls of `decode` that differ in nothing but what their tensors hold and where they lie (see
-        runtime/decode_repeats.py); None where there is none.
-
-        What is returned takes the tensors of DecodeTensors, `seqlens` with new tokens, and None or a tensor apart from all others, shaped as O, which
-        it may write and return as O. LSE may be looked at only with `with_lse`.
-        """
-        return None
 
     def why_not_decode(self, problem: Problem) -> list[str]:
         """As `why_not`, for `decode`, of which a backend may cover more."""
         return self.why_not(problem)
 
+    def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
+        """What writes new keys and values into a cache, for `call` and those that differ from it in nothing but what tensors hold and where they lie;
+        None where torch has to do it.
+
+        It takes `AppendCall.tensors`, of which it ignores cu_seqlens where the call has none, and rotary_first. It writes nothing where a token has
+        no place, and returns (batch,) int32, overwritten by the next call on the stream: the tokens that each sequence then has, `cache_seqlens` and
+        its new ones, whether they had a place or not. It may find that it cannot serve tensors for where they lie, and then writes nothing and
+        returns None.
+        """
+        return None
+
     def append(self, call: AppendCall) -> Tensor | None:
-        """Write new keys and values into a cache, and nothing where they have no place there; None, and nothing written, where torch has to do it.
+        """What `bind_append` gives, for one call; None, and nothing written, where torch has to do it."""
+        bound = self.bind_append(call)
+        return None if bound is None else bound(call.tensors, call.rotary_first)
 
-        Returns (batch,) int32: the tokens that each sequence then has, `cache_seqlens` and its new ones, whether they had a place or not.
-        """
-        return None
-
-    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-        """A shorter way to what `append` does for calls that differ in nothing but what their tensors hold and where they lie; None where there is
-        none. It takes the tensors of DecodeTensors; what it returns is overwritten by the next call on the stream. It may find that it cannot serve
-        tensors for where they lie, and then writes nothing and returns None.
-        """
-        return None
-
-    def repeat(self, call: Call) -> Repeat | None:
-        """A shorter way for calls that differ in nothing but what their tensors hold (see runtime/repeats.py); None where there is none."""
+    def bind(self, call: Call) -> Bound | None:
+        """The call's kernel and arguments, found once (see runtime/repeats.py); None where `forward` and `backward` find them each time."""
         return None
 
     def describe(self) -> str:

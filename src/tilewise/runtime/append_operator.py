@@ -5,7 +5,7 @@ that have no place (beyond the capacity, on a page that does not exist) are not 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from tilewise.masks import Full
 from tilewise.problem import AppendCall, Call
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
-from tilewise.runtime import graphs, plain
+from tilewise.runtime import graphs, op, plain
 from tilewise.runtime import operator as ops
 from tilewise.runtime.dispatch import choose
 
@@ -28,8 +28,8 @@ NO_GRADIENT = "append is for inference and has no gradient"
 class Operands(NamedTuple):
     """The operands of `operator`, in the order of its schema; tensors as in `decoding.append`."""
 
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: op.Written
+    v_cache: op.Written
     k: Tensor
     v: Tensor
     cache_seqlens: Tensor
@@ -43,13 +43,6 @@ class Operands(NamedTuple):
     check: bool
 
 
-TENSORS = Operands._fields.index("interleaved")  # so many operands are tensors, or None
-SCHEMA = (
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, Tensor? cache_batch_idx, "
-    "Tensor? cu_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_first, bool interleaved, bool check"
-)
-
-
 def run(given: Operands) -> Tensor | None:
     """At once where nobody but the caller takes part, which saves the operator's time, else by the operator.
 
@@ -57,8 +50,7 @@ def run(given: Operands) -> Tensor | None:
     """
     if ops.traced():
         (operator_reading if graphs.checks(given.k, given.check) else operator)(*given)
-    elif plain.watched(given[:TENSORS]):
-        tensors = dict(zip(Operands._fields, given[:TENSORS], strict=False))
+    elif plain.watched((tensors := op.named(given)).values()):
         errors.check_local(tensors, function="append")
         if ops.transforms() or plain.mapped(tensors.values()):
             raise errors.UnsupportedError(
@@ -74,29 +66,12 @@ def run(given: Operands) -> Tensor | None:
     return None
 
 
-def _kernel(*operands) -> None:
-    _refuse_tangents(*operands)
-    given = Operands(*operands)
-    errors.check_memory(**dict(zip(Operands._fields, given[:TENSORS], strict=False)))
-    graphs.apart(lambda *each: (_append(Operands(*each)),), *given)
-
-
-def _refuse_tangents(*operands) -> None:
-    for name, x in zip(Operands._fields, operands[:TENSORS], strict=False):
-        if x is not None:
-            errors.check_no_tangent(name, x, NO_GRADIENT)
-
-
 @torch.no_grad()
 def _append(given: Operands) -> Tensor | None:
     """As `run`. On a GPU by its backend, or else, as on the CPU, by torch."""
     k, v = given.k, given.v
     check = values.wanted(k.device, given.check)
-    _check_apart(given)
-    if given.rotary_cos is not None and _one_memory(given):
-        raise errors.ShapeError(
-            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
-        )
+    _check_memory(given)
     if check:
         _check(given)
     if k.numel() + v.numel() == 0 or given.cache_seqlens.shape[0] == 0:
@@ -120,14 +95,18 @@ def _append(given: Operands) -> Tensor | None:
 
 
 def _by_backend(given: Operands) -> Tensor | None:
-    call = AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
-    return _backend(given.k.device).append(call)
+    return _backend(given.k.device).append(_call(given))
 
 
-def repeat(call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-    """`Backend.repeat_append` of that which appends there."""
-    empty = 0 in call.k.shape or 0 in call.v.shape or call.cache_seqlens.shape[0] == 0
-    return None if empty else _backend(call.k.device).repeat_append(call)
+def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
+    """`Backend.bind_append` of that which appends there; ShapeError for tensors that share memory."""
+    _check_memory(given)
+    empty = 0 in given.k.shape or 0 in given.v.shape or given.cache_seqlens.shape[0] == 0
+    return None if empty else _backend(given.k.device).bind_append(_call(given))
+
+
+def _call(given: Operands) -> AppendCall:
+    return AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
 
 
 @cache
@@ -137,17 +116,20 @@ def _backend(device: torch.device) -> Backend:
     return choose(Call(q=plain, k=plain, v=plain, mask=Full(), scale=1.0).problem)
 
 
-def _operator(name: str, **options) -> torch.library.CustomOpDef:
-    op = torch.library.custom_op(f"tilewise::{name}", _kernel, mutates_args=("k_cache", "v_cache"), schema=f"({SCHEMA}) -> ()", **options)
-    op.register_fake(lambda *operands: None)
-    return op
+def _run(given: Operands) -> tuple[()]:
+    _append(given)
+    return ()
 
 
-operator, operator_reading = _operator("append"), _operator("append_reading", **graphs.LEFT_OUT)
+operator, operator_reading = op.declare(
+    "append", Operands, _run, fake=lambda given: None, results=0, tangent=partial(errors.check_no_tangent, reason=NO_GRADIENT)
+)
 
 
-def _check_apart(given: Operands) -> None:
-    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys."""
+def _check_memory(given: Operands) -> None:
+    """ShapeError for new tokens that lie where they may be written to, and for caches that overlap, unless values are the first columns of keys that
+    are not rotated.
+    """
     k, v, k_cache, v_cache = map(_bytes, (given.k, given.v, given.k_cache, given.v_cache))
     for other, y, written in (("k_cache", given.k_cache, k_cache), ("v_cache", given.v_cache, v_cache)):
         for name, x, read in (("k", given.k, k), ("v", given.v, v)):
@@ -157,6 +139,10 @@ def _check_apart(given: Operands) -> None:
         steps = zip(given.k_cache.stride(), given.v_cache.stride(), given.v_cache.shape, strict=True)
         if k_cache[0] != v_cache[0] or any(ours != theirs and size > 1 for ours, theirs, size in steps):
             errors.check_apart("v_cache", given.v_cache, {"k_cache": given.k_cache}, "written, too")
+    if given.rotary_cos is not None and _one_memory(given):
+        raise errors.ShapeError(
+            "rotary_cos turns k, whose first columns are v where the caches are one memory; rotate before, and give none"
+        )
 
 
 def _bytes(x: Tensor) -> tuple[int, int]:

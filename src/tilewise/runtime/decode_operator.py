@@ -1,9 +1,10 @@
-"""The torch.library operator `tilewise::decode`: schema, fake kernel, what it refuses, and what it does when it runs.
+"""The torch.library operator `tilewise::decode`: its operands, what it refuses, and what it does when it runs.
 
-As in operator.py, an operator receives what a graph can hold, the mask as text. Lengths and pages are tensors (a length for all may be a number),
+Lengths and pages are tensors (a length for all may be a number),
 whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise import errors, masks, tangents
+from tilewise import errors, masks
 from tilewise.backends import Backend
 from tilewise.backends.sequences import of_sequence, one_by_one
 from tilewise.problem import Call, DecodeCall, Rotary
 from tilewise.rotary import rotated
-from tilewise.runtime import append_operator, graphs, plain, vmaps
+from tilewise.runtime import append_operator, graphs, op, plain, vmaps
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import operator as ops
 from tilewise.runtime.dispatch import choose
@@ -29,8 +30,8 @@ class Operands(NamedTuple):
     """The operands of `operator`, in the order of its schema.
 
     Tensors as in `decoding.decode`, but alibi_slopes (batch or 1, heads_q) fp32. `length` is the number of tokens of every sequence where it is
-    known as a number; without it and without cache_seqlens all sequences fill their capacity. In `mask`, #i stands for mask_tensors[i],
-    which in a graph are not empty, as there. Lengths count the new tokens, which are in the caches already.
+    known as a number; without it and without cache_seqlens all sequences fill their capacity. Lengths count the new tokens, which are in the caches
+    already.
     """
 
     q: Tensor
@@ -59,29 +60,19 @@ class Operands(NamedTuple):
     backend: str | None
     check: bool
 
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors that the mask holds."""
-        return self.mask_tensors if "#" in self.mask else []
 
-
-SCHEMA = (
-    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? cache_batch_idx, "
-    "Tensor? leftpad, Tensor? tree, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor[] mask_tensors, str mask, SymInt? length, SymInt shared_prefix, SymInt? split, bool interleaved, float? scale, float softcap, "
-    "str? backend, bool check"
-)
-TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
+OTHERWISE = "mask", "scale", "shared_prefix", "split"  # in DecodeCall
+AS_IN_CALL = tuple(name for name in Operands._fields if name in DecodeCall.__dataclass_fields__ and name not in OTHERWISE)
 
 
 def run(given: Operands) -> tuple[Tensor, Tensor]:
     """O and LSE: at once where nobody but the caller takes part, which saves the operator's 40 us, else by the operator."""
     if ops.traced():
-        tensors = given.q, given.k_cache, given.v_cache
-        reads = graphs.decode_reads(*tensors, given.mask, given.held, given.backend, given.check)
-        return (operator_reading if reads else operator)(*ops.filled(given))
-    if plain.watched((*given[:TENSORS], *given.mask_tensors)):
-        errors.check_local(ops.named(given), function="decode")
+        how = given.mask, op.held(given), given.backend, given.check, given.page_table is not None
+        reads = graphs.decode_reads(given.q, given.k_cache, given.v_cache, *how)
+        return (operator_reading if reads else operator)(*op.filled(given))
+    if plain.watched((tensors := op.named(given)).values()):
+        errors.check_local(tensors, function="decode")
         return operator(*given)
     return _compute(given)
 
@@ -90,7 +81,7 @@ def check(given: Operands, new: int | None) -> None:
     """Raise what `run` would, before new tokens are written: `new` of each sequence, or as many as its queries. Whoever traces or maps a call gets
     its errors when it runs.
     """
-    if ops.traced() or plain.watched((*given[:TENSORS], *given.mask_tensors)):
+    if ops.traced() or plain.watched(op.named(given).values()):
         return
     call = call_of(given, None)
     backend = backend_of(call, given.backend)
@@ -103,20 +94,6 @@ def check(given: Operands, new: int | None) -> None:
             rows = [call.q.shape[1]] * len(more) if given.cu_seqlens_q is None else given.cu_seqlens_q.diff().tolist()
             for b, (before, n, queries) in enumerate(zip(call.seqlens.tolist(), more, rows, strict=True)):
                 of_sequence(call.mask, b, before + n).planes(queries, before + n, 1, call.q.shape[-2])
-
-
-def _kernel(*operands) -> tuple[Tensor, Tensor]:
-    """`_compute` of tensors that nobody has looked at."""
-    _refuse_tangents(*operands)
-    given = Operands(*operands)
-    errors.check_memory(**ops.named(given))
-    return graphs.apart(lambda *each: _compute(Operands(*each)), *given)
-
-
-def _refuse_tangents(*operands) -> None:
-    for name, x in ops.named(Operands(*operands)).items():
-        if x is not None:
-            errors.check_no_tangent(name, x, NO_GRADIENT)
 
 
 def _compute(given: Operands) -> tuple[Tensor, Tensor]:
@@ -136,29 +113,28 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
-def _operator(name: str, kernel, **options) -> torch.library.CustomOpDef:
-    op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)", **options)
-    op.register_fake(lambda q, k_cache, v_cache, *_args: _empty(q, v_cache))
-    vmaps.register(op, name, partial(_vmap, op))
-    op.register_autograd(_refuse_gradient)
-    tangents.watch(op, name, _refuse_tangents)
-    return op
-
-
-def _vmap(op: torch.library.CustomOpDef, size: int, in_dims: tuple, operands: tuple):
+def _vmap(operator: Callable, size: int, in_dims: tuple, operands: tuple):
     """A call for each entry. What the mapped dimension could be folded into, the batch, a paged cache and a mask do not have."""
     if size == 0:
         q, _, v_cache = (x if dim is None else x.movedim(dim, 0).sum(0) for x, dim in zip(operands[:3], in_dims[:3], strict=True))
         return tuple(x.new_empty((0, *x.shape)) for x in _empty(q, v_cache)), (0, 0)
-    return vmaps.one_by_one(op, size, in_dims, operands)
+    return vmaps.one_by_one(operator, size, in_dims, operands)
 
 
 def _refuse_gradient(ctx, *grads):
     raise RuntimeError(f"{NO_GRADIENT}; call attention where one is wanted")
 
 
-operator = _operator("decode", _kernel)
-operator_reading = _operator("decode_reading", graphs.afresh(_kernel, Operands), **graphs.LEFT_OUT)
+operator, operator_reading = op.declare(
+    "decode",
+    Operands,
+    _compute,
+    fake=lambda given: _empty(given.q, given.v_cache),
+    results=2,
+    tangent=partial(errors.check_no_tangent, reason=NO_GRADIENT),
+    vmap=_vmap,
+    backward=_refuse_gradient,
+)
 
 
 def _like(cache: Tensor, q: Tensor) -> Tensor:
@@ -224,26 +200,14 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
     if given.rotary_cos is not None and given.rotary_sin is not None:
         rotary = Rotary(given.rotary_cos, given.rotary_sin, given.interleaved)
     return DecodeCall(
-        q=q,
-        k_cache=given.k_cache,
-        v_cache=given.v_cache,
         seqlens=seqlens,
-        page_table=given.page_table,
-        cu_seqlens_q=given.cu_seqlens_q,
         max_seqlen_q=q.shape[0 if given.cu_seqlens_q is not None else 1] if most_queries is None else most_queries,
-        cache_batch_idx=given.cache_batch_idx,
-        leftpad=given.leftpad,
-        tree=given.tree,
         shared_prefix=min(given.shared_prefix, capacity) if given.split is None else 0,  # for whether to read it once hangs on the batch
         split=None if given.split is None else min(given.split, max(capacity, 1)),
-        mask=masks.parse(given.mask, given.held),
-        scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
-        softcap=given.softcap,
-        alibi_slopes=given.alibi_slopes,
-        sink=given.sink,
+        mask=masks.parse(given.mask, op.held(given)),
+        scale=q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         rotary=rotary,
-        k_scale=given.k_scale,
-        v_scale=given.v_scale,
+        **{name: getattr(given, name) for name in AS_IN_CALL},
     )
 
 

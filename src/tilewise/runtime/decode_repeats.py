@@ -1,8 +1,8 @@
-"""Calls of `decode` like one before: their checks, choice of backend and kernel are remembered (repeats.py has the same for `attention`).
+"""Calls of `decode` that a backend computes at once: what it found for the first is kept for those like it (repeats.py has the same for `attention`).
 
 A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, all options are equal, and values begin
-where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are remembered, whose index tensors
-are int32, and none whose values are to be checked. New tokens are written first, by what is remembered of `append`.
+where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are kept, whose index tensors are
+int32, and none whose values are to be checked. New tokens are written first, by what `append` found.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from tilewise.backends import BoundDecode
 from tilewise.masks import Mask
-from tilewise.problem import AppendCall, DecodeTensors
+from tilewise.problem import DecodeTensors
 from tilewise.runtime import append_operator, cache_values, operator, repeats
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
@@ -26,6 +27,9 @@ AT = {name: i for i, name in enumerate(DecodeTensors._fields)}
 SCALES = slice(AT["k_scale"], AT["k"])
 INDICES = slice(AT["seqlens"], AT["tree"])
 SEQLENS, SLOPES, OUT = AT["seqlens"], AT["alibi_slopes"], AT["out"]
+NEW = DecodeTensors.getter(
+    "k_cache", "v_cache", "k", "v", "seqlens", "page_table", "cache_batch_idx", "cu_seqlens_q", "rotary_cos", "rotary_sin"
+)  # as AppendCall.tensors
 _is_nested, _address = attrgetter("is_nested"), Tensor.data_ptr
 
 
@@ -45,10 +49,11 @@ class Options(NamedTuple):
 
 
 class Known:
-    """A call that can be repeated: by `run` and `append`, which take its other tensors (`Backend.repeat_decode`)."""
+    """A call that passed its checks, and those like it: by `run` (`Backend.bind_decode`) behind `append` (`Backend.bind_append`)."""
 
-    def __init__(self, run: Callable, append: Callable | None, given: tuple, options: tuple):
+    def __init__(self, run: BoundDecode, append: Callable | None, given: tuple, options: tuple):
         self.run, self.append, self.options, self.types = run, append, options, list(map(type, given + options))
+        self.with_lse = Options(*options).return_lse
         where = [i for i, x in enumerate(given) if x is not None]
         self.there = itemgetter(*where)
         self.latent, self.slopes = _latent(given), given[SLOPES] is not None
@@ -60,11 +65,11 @@ class Known:
         if self.slopes:
             given = *given[:SLOPES], repeats.slopes_of(given[SLOPES]), *given[SLOPES + 1 :]
         seqlens, out = given[SEQLENS], given[OUT]
-        if self.append is not None and (seqlens := self.append(given)) is None:
+        if self.append is not None and (seqlens := self.append(NEW(given))) is None:
             return None
         if out is None:
-            return self.run(given, seqlens, None)
-        o, lse = self.run(given, seqlens, out if self._apart(given) else None)
+            return self.run(given, seqlens, None, self.with_lse)
+        o, lse = self.run(given, seqlens, out if self._apart(given) else None, self.with_lse)
         if o is out:
             torch.autograd.graph.increment_version(out)
             return o, lse
@@ -117,43 +122,38 @@ def find(given: tuple, options: tuple) -> Known | None:
         return None
 
 
-def remember(given: tuple, options: tuple, operands: Operands) -> None:
-    """Remember a call that went the long way as `operands`, where there is a shorter one."""
-    if operator.traced():
-        return
-    tensors, lengths, indices = _there(given), given[INDICES.start], _there(given[INDICES])
-    values_count = cache_values.wanted(operands.q.device, operands.check)  # they are to be checked every time
-    if values_count or not isinstance(lengths, Tensor) or lengths.shape[0] == 0 or not _may_be_known(tensors):
-        return
-    converted = any(x.dtype != torch.int32 for x in indices) or any(x.dtype != torch.float32 for x in _there(given[SCALES]))
-    if converted or not all(map(_same_memory, given[:3], operands[:3])):
-        return
-    call = call_of(operands, None)
-    if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
-        return
-    with_lse = options[Options._fields.index("return_lse")]
-    run = backend_of(call, operands.backend).repeat_decode(call, with_lse)
-    written, append = _written(DecodeTensors(*given), operands), None
-    if written is not None:
-        append = append_operator.repeat(written)
-    if run is not None and (written is None or append is not None):
+def first(given: tuple, options: tuple, operands: Operands, written: append_operator.Operands | None) -> tuple[Tensor, Tensor] | None:
+    """O and LSE of a call that passed its checks, as `operands`, behind what it appends; what computes it is kept. None, and nothing done, where not
+    all of it can be found once and for all.
+    """
+    known = _bound(given, options, operands, written)
+    results = None if known is None else known(given)
+    if results is not None:
         if len(_KNOWN) >= MOST:
             forget()
-        _KNOWN[_signature(given, options)] = Known(run, append, given, options)
+        _KNOWN[_signature(given, options)] = known
+    return results
 
 
-def _written(given: DecodeTensors, operands: Operands) -> AppendCall | None:
-    """What a call appends; None where that is nothing."""
-    if given.k is None or given.v is None:
+def _bound(given: tuple, options: tuple, operands: Operands, written: append_operator.Operands | None) -> Known | None:
+    if operator.traced() or cache_values.wanted(operands.q.device, operands.check):  # values are to be checked every time
         return None
-    packed = given.k.dim() == 3
-    names = "k_cache", "v_cache", "k", "v", "page_table", "cache_batch_idx", "rotary_cos", "rotary_sin"
-    rest = {"cache_seqlens": given.seqlens, "cu_seqlens": given.cu_seqlens_q if packed else None, "rotary_first": None}
-    return AppendCall(**{name: getattr(given, name) for name in names}, **rest, interleaved=operands.interleaved)
+    lengths = given[SEQLENS]
+    if not isinstance(lengths, Tensor) or lengths.shape[0] == 0 or not _may_be_known(_there(given)):
+        return None
+    converted = any(x.dtype != torch.int32 for x in _there(given[INDICES])) or any(x.dtype != torch.float32 for x in _there(given[SCALES]))
+    if converted or not all(map(_same_memory, given[:3], operands[:3])):
+        return None
+    call = call_of(operands, None)
+    if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
+        return None
+    run = backend_of(call, operands.backend).bind_decode(call)
+    append = None if run is None or written is None else append_operator.bind(written)
+    return None if run is None or (written is not None and append is None) else Known(run, append, given, options)
 
 
 def forget() -> None:
-    """Remember nothing: for those who change which backends there are."""
+    """Keep nothing: for those who change which backends there are."""
     global _recent
     _KNOWN.clear()
     _recent = ()

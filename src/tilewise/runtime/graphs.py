@@ -1,28 +1,25 @@
 """What a CUDA graph can hold. A call that reads values on the host, such as a dense mask's, cannot be captured, and a graph would go on with the
-values of its capture. So each operator has a twin, called `..._reading`, which torch.compile leaves out of its graphs (mode="reduce-overhead").
+values of its capture. So each operator has a twin, which torch.compile leaves out of its graphs (mode="reduce-overhead"; op.py).
 
 Before torch.compile captures a call it runs it once, with all memory of the thread from the pool of its graphs, where nothing may stay that is no
-output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's (`apart`).
+output. But what is made at a first call (tables, counters, memory that a stream's launches share) stays. So that run is another thread's.
 """
 
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import masks
-from tilewise.errors import EIGHT_BITS
+from tilewise.errors import UnsupportedError
+from tilewise.problem import Problem
 from tilewise.runtime import cache_values
-from tilewise.sm90 import jit, prebuilt
-
-ROW = 16  # bytes, of which rows of 8 bits and of caches have to be multiples
-LARGEST_HEAD = 256  # of the kernels
-SIXTEEN_BITS = (torch.float16, torch.bfloat16)
-LEFT_OUT = {"tags": (torch.Tag.cudagraph_unsafe,)}  # of CUDA graphs
+from tilewise.runtime.dispatch import choose
 
 
 def _constant(function: Callable) -> Callable:
@@ -31,30 +28,54 @@ def _constant(function: Callable) -> Callable:
     return function
 
 
-def reads(q: Tensor, v: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, drawn: bool = False) -> bool:
-    """Whether the call would read values on the host, of tensors that may be fake. drawn: whether it has random numbers, which a graph would repeat.
+def reads(given: Any) -> bool:
+    """Whether a call of attention, by the operands of its operator, would read values on the host, of tensors that may be fake.
 
-    Only kernels for Hopper read none; of masks, those read none that hold no tensor, or packed documents' ends alone.
+    Random numbers are drawn there, which a graph would repeat. Of masks, those need not be read that hold no tensor, or packed documents' ends alone.
     """
+    q, mask = given.q, given.mask
     if not q.is_cuda:
         return False  # there are no such graphs
-    rows = q.shape[-1] % ROW == 0 and v.shape[-1] % ROW == 0 and v.dtype == torch.float8_e4m3fn
-    served = q.dtype in SIXTEEN_BITS or (q.dtype in EIGHT_BITS and rows)
-    kernel = served and max(q.shape[-1], v.shape[-1]) <= LARGEST_HEAD and backend in (None, "hopper") and is_hopper(q.device.index)
-    return not kernel or drawn or bool(mask_tensors and not mask.startswith("Unread("))
+    if given.rng is not None or given.by_document or ("#" in mask and not mask.startswith("Unread(")):
+        return True
+    fields = {name: getattr(given, name) for name in ("grad", "deterministic", "row_max", "precision", "out_dtype")}
+    fields |= {"bias": given.bias is not None, "alibi": given.alibi_slopes is not None, "sink": given.sink is not None}
+    if given.softcap > 0.0:  # which by itself may be a symbol, too
+        fields["softcap"] = True
+    return _backend_reads(q.device.index, given.backend, mask, **fields, **_heads(q, given.k, given.v))
 
 
 def decode_reads(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, mask: str, mask_tensors: list[Tensor], backend: str | None, check: bool
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mask: str,
+    mask_tensors: list[Tensor],
+    backend: str | None,
+    check: bool,
+    paged: bool = False,
 ) -> bool:
-    """Likewise of decode, whose kernel takes rows of whole multiples of 16 bytes and masks of one band: other sequences are cut on the host."""
-    if reads(q, v_cache, mask, mask_tensors, backend):
-        return True
+    """Likewise of decode."""
     if not q.is_cuda:
         return False
-    multiple = ROW // k_cache.dtype.itemsize
-    unloaded = q.shape[-1] % multiple > 0 or v_cache.shape[-1] % multiple > 0
-    return unloaded or checks(q, check) or not is_band(mask)
+    if mask_tensors or checks(q, check):
+        return True
+    # A fake tensor's memory has no address. Caches that are apart have rows of lengths of their own.
+    heads = _heads(q, k_cache, v_cache)
+    in_keys = heads["head_dim_v"] < heads["head_dim"] and _plain(v_cache.stride(1)) == _plain(k_cache.stride(1))
+    cache = _plain(k_cache.shape[1]) if paged else None, in_keys
+    return _backend_reads(q.device.index, backend, mask, cache, **heads)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor) -> dict:
+    """Fields of `Problem`."""
+    dims = {"head_dim": _plain(q.shape[-1]), "head_dim_v": _plain(v.shape[-1])}
+    return dims | {"dtype": q.dtype, "k_dtype": k.dtype, "v_dtype": v.dtype}
+
+
+def _plain(size: int) -> int:
+    """A number, of which the graph then is, where torch.compile may have a symbol."""
+    return len(range(size))
 
 
 def checks(x: Tensor, check: bool) -> bool:
@@ -68,48 +89,32 @@ def _always() -> bool:
 
 
 @_constant
-def is_band(mask: str) -> bool:
-    """Whether a mask that holds no tensor is one band on the bottom right diagonal."""
-    from tilewise.backends.hopper.decode.window import window_of
-
-    return window_of(masks.parse(mask, [])) is not None
-
-
-@_constant
-def is_hopper(index: int | None) -> bool:
-    """Whether GPU number `index`, or the current one, has kernels of its own, and they can be compiled or are there."""
-    if not torch.cuda.is_available():
-        return False
-    capability = torch.cuda.get_device_capability(index)
-    return not jit.why_not_here(capability) or not (prebuilt.why_not() or prebuilt.why_no_gpu(capability))
+def _backend_reads(index: int | None, name: str | None, mask: str, cache: tuple[int | None, bool] | None = None, **fields) -> bool:
+    """What the backend says that is chosen on GPU number `index`, or the current one. cache: of decode, page_size and in_keys."""
+    seen = None if "#" in mask else masks.parse(mask, [])
+    capability = torch.cuda.get_device_capability(index) if torch.cuda.is_available() else None
+    problem = Problem(device="cuda", capability=capability, group=1, mask="runs" if seen is None else seen.kind, **fields)
+    try:
+        if cache is None:
+            return choose(problem, name).reads(problem)
+        return choose(replace(problem, k_dtype=None, v_dtype=None), name, decodes=True).reads_decode(problem, seen, *cache)
+    except (UnsupportedError, ValueError):
+        return True  # the call says why, when it runs
 
 
-def afresh(kernel: Callable, operands: type[NamedTuple], skipped: int = 0) -> Callable:
-    """`kernel`, on copies of the mask's tensors: what was read of a tensor is kept until torch's operators write to it, and a graph's replay is none.
-
-    operands: what the kernel takes, after `skipped` others.
+def run_outside_pool(run: Callable[[tuple], tuple[Tensor | None, ...]], given: tuple) -> tuple:
+    """`run(given)`, of operands whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and
+    the results are copied to where they belong.
     """
-    at = skipped + operands._fields.index("mask_tensors")
-
-    def run(*given):
-        return kernel(*given[:at], [x.clone() for x in given[at] if "#" in given[at + 1]], *given[at + 1 :])
-
-    return run
-
-
-def apart(run: Callable[..., tuple[Tensor | None, ...]], *operands) -> tuple:
-    """`run(*operands)`, whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and the
-    results are copied to where they belong.
-    """
-    device = operands[0].device
+    device = given[0].device
     if not preparing(device):
-        return run(*operands)
+        return run(given)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     infers = torch.is_inference_mode_enabled()
 
     def there() -> tuple[Tensor | None, ...]:
         with torch.inference_mode(infers), torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch.cuda.stream(stream):
-            return run(*operands)
+            return run(given)
 
     return tuple(x if x is None else x.clone() for x in _thread().submit(there).result())
 

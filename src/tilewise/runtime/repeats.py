@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from tilewise.backends import Bound
 from tilewise.masks import Mask
 from tilewise.masks.constructors import Unread
 from tilewise.runtime import operator, plain, saved
@@ -54,7 +55,7 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that take 
 class Known:
     """A call that can be repeated: the backend's short way (see `backends`), and the operands of the long way but for the tensors."""
 
-    short: object
+    bound: Bound
     given: operator.Operands
     grad: bool
     return_lse: bool
@@ -99,7 +100,7 @@ class Known:
         if self.grad:
             return _repeated(self, q, k, v, *beside)
         if not self.arrangement:
-            results = self.short.forward(q, k, v, beside, self.return_lse)
+            results = self.bound.forward(q, k, v, beside, self.return_lse)
             return results if self.return_lse else results[0]
         *_, o, lse = self.compute(q, k, v, beside, self.return_lse)
         o, lse = self.outside(o, lse)
@@ -111,7 +112,7 @@ class Known:
             self.places = *(_place(INSIDE[self.arrangement](x)) for x in (q, k, v)), None
         of_q, of_k, of_v, _ = self.places
         q, k, v = part(q, *of_q), part(k, *of_k), part(v, *of_v)
-        return q, k, v, *self.short.forward(q, k, v, beside, with_lse, self.heads_first)
+        return q, k, v, *self.bound.forward(q, k, v, beside, with_lse, self.heads_first)
 
     def outside(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """O as the caller has it, and LSE if it is returned."""
@@ -130,7 +131,7 @@ class Known:
 
     def backward(self, *operands) -> tuple[Tensor | None, ...]:
         """The short way's, but gradients of q, k and v are arranged as the caller has these: by parts, for they are nobody's yet."""
-        found = self.short.backward(*operands)
+        found = self.bound.backward(*operands)
         if not self.arrangement:
             return found
         d_q, d_k, d_v, d_bias, d_sink = found
@@ -154,7 +155,7 @@ class _Repeated(torch.autograd.Function):
         ctx.known, ctx.arrangement, ctx.parts = known, "", None  # that of the tensors that are saved
         arrangement, more = known.arrangement, beside or ALONE
         if not arrangement:
-            o, lse = known.short.forward(q, k, v, more, True)
+            o, lse = known.bound.forward(q, k, v, more, True)
             ctx.save_for_backward(*saved.in_order((q, k, v, *beside), [], o, lse))
         else:
             *parts, o, lse = known.compute(q, k, v, more, True)
@@ -296,36 +297,41 @@ def _went_back(whole: tuple[Tensor, ...], options: tuple) -> Known | None:
     return None
 
 
-def remember(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> None:
-    """Remember a call that went the long way as the operands `given`, where there is a shorter one."""
+def bind(q: Tensor, k: Tensor, v: Tensor, options: tuple, given: operator.Operands, beside: tuple = ALONE) -> Known | None:
+    """The checked call `given` as a function of q, k, v and `beside`, by which it is computed at once and, where it may be kept, whenever it comes
+    again. None for a call whose mask holds tensors, that is no plain one, or of a backend that binds none: it is the operator's.
+    """
     tensors, there = _tensors(q, k, v, beside)
     if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not is_plain(tensors):
-        return
+        return None
     *_, precision, mask, return_lse = options
-    if given.grad and precision is not None:  # the backward pass computes O once more, which takes the time there is to save
-        return
+    if given.grad and precision is not None:  # the backward pass computes O once more
+        return None
     if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
-        return
+        return None
     bias, slopes, sink, _, *lengths = beside[:6]
     same = (bias, given.bias), (sink, given.sink), *zip(beside[6:], (given.q_scale, given.k_scale, given.v_scale), strict=False)
     as_given = all(map(_untouched, (q, k, v), given[:3])) and all(mine is theirs for mine, theirs in same)
     if not as_given or (slopes is not None and slopes.requires_grad):
-        return
+        return None
     call = operator.call_of(given)
     if given.mask_tensors and not (isinstance(call.mask, Unread) and len(given.mask_tensors) == 2):
-        return
-    short = choose(call.problem, given.backend).repeat(call)
-    if short is not None:
+        return None
+    bound = choose(call.problem, given.backend).bind(call)
+    if bound is None:
+        return None
+    rest = given._replace(**dict.fromkeys(operator.Operands._fields[: operator.TENSORS]), mask_tensors=[])
+    layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
+    arrangement, check = PACKED if lengths[0] is not None else "", guard(*tensors) if bound.kept else None
+    known = Known(
+        bound, rest, given.grad, return_lse, options, there, check, _grad_enabled(tensors), layouts,
+        draws=given.dropout_p > 0.0, arrangement=arrangement,
+    )  # fmt: skip
+    if bound.kept:
         if len(_KNOWN) >= MOST:
             forget()
-        rest = given._replace(**dict.fromkeys(operator.Operands._fields[: operator.TENSORS]), mask_tensors=[])
-        layouts = tuple(map(_layout, (*given[:3], *(x for x in (bias, given.alibi_slopes, sink, *lengths) if x is not None))))
-        arrangement = PACKED if lengths[0] is not None else ""
-        known = Known(
-            short, rest, given.grad, return_lse, options, there, guard(*tensors), _grad_enabled(tensors), layouts,
-            draws=given.dropout_p > 0.0, arrangement=arrangement,
-        )  # fmt: skip
         _KNOWN[signature(tensors, there, options)] = known
+    return known
 
 
 def remember_as(

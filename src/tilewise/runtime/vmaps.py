@@ -1,18 +1,14 @@
 """How torch's two kinds of vmap see the operators: torch.func's, and the older one of batched gradients (`is_grads_batched=True`)."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from tilewise.runtime.operator import backward, backward_reading, forward, forward_reading
 from tilewise.runtime.plain import MAPPED, mapped
 
-FORWARD = (0, 1, 2)  # the operands of `forward` that have a batch dimension
 BY_ENTRY = "Padding("  # in the text of a mask that differs by batch entry, though it holds no tensor
 MOST_LEVELS = 64  # of vmaps within each other, torch's own bound
-BACKWARD = (0, 1, 2, 3, 5, 6, 7)  # those of `backward`: o, lse, d_o, d_lse, q, k, v
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -21,7 +17,7 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def _vmap(op: Callable, batched: tuple[int, ...], size: int, in_dims: tuple, args: tuple):
+def fold(batched: tuple[int, ...], op: Callable, size: int, in_dims: tuple, args: tuple):
     """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
     others = [x for at, x in enumerate(args) if at not in batched]
     texts = [x for x in others if isinstance(x, str)]
@@ -87,9 +83,3 @@ def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
     op.register_vmap(lambda info, in_dims, *args: rule(info.batch_size, in_dims, args))
     if MAPPED is not None:
         _library.impl(name, lambda *args: _batched(rule, *args), "Batched")
-
-
-register(forward, "attention_forward", partial(_vmap, forward, FORWARD))
-register(backward, "attention_backward", partial(_vmap, backward, BACKWARD))
-register(forward_reading, "attention_forward_reading", partial(_vmap, forward_reading, FORWARD))
-register(backward_reading, "attention_backward_reading", partial(_vmap, backward_reading, BACKWARD))

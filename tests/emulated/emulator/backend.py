@@ -19,7 +19,7 @@ from emulator.machine import Machine
 from emulator.memory import Memory
 from emulator.program import Program
 from emulator.ptx import parse
-from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper import Hopper, short
 from tilewise.backends.hopper.backward import plan as backward_plan
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.forward import plan as forward_plan
@@ -51,9 +51,15 @@ class Emulated(Hopper):
         with self.on_gpu():
             return super().backward(*arguments, **named)
 
-    def decode(self, call):
+    def bind_decode(self, call):
         with self.on_gpu():
-            return decode.decode(call)
+            bound = decode.bind(call)
+
+        def run(*given, **options):
+            with self.on_gpu():
+                return bound(*given, **options)
+
+        return bound and run
 
     def compiled(self, launch, arguments, config, options="") -> Callable:
         """In place of `tilewise.sm90.jit.compiled`."""
@@ -77,6 +83,10 @@ class Emulated(Hopper):
             (backward_plan, "board_of"): lambda device: backward_plan.Board(self.slots, backward_plan.AGAIN[0][1]),
             (forward_plan, "num_sms"): lambda device: self.slots,
             (jit, "compiled"): self.compiled,
+            (short, "current_device"): lambda: None,
+            (short, "current_stream"): lambda device: 0,
+            (short, "capturing"): lambda: False,
+            (short, "as_operand"): lambda bundle, on_gpu: bundle,
         }
         with ExitStack() as patches:
             for (module, name), stand_in in stand_ins.items():

@@ -6,23 +6,22 @@ Threads are torch's own, as many as torch.get_num_threads() says, and results do
 """
 
 import ctypes
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Backend
-from tilewise.backends.cpu import abi, native
-from tilewise.backends.cpu.arguments import CPU, DTYPES, add_workspace, arguments_of, in_order, rows, set_broadcast, set_tensor
-from tilewise.backends.cpu.cache import decode
-from tilewise.backends.cpu.native import Library, library, run
+from tilewise.backends import Backend, BoundDecode
+from tilewise.backends.cpu import abi, cache, native
+from tilewise.backends.cpu.arguments import DTYPES, in_order, in_rows
+from tilewise.backends.cpu.bound import Bound
+from tilewise.backends.cpu.native import Library, library
 from tilewise.backends.cpu.planes import TILE_N
-from tilewise.backends.cpu.repeat import Repeat
-from tilewise.backends.cpu.ways import FEW_QUERIES, FEW_QUERIES_NARROW, choose_backward, choose_forward, documents_of
+from tilewise.backends.cpu.ways import FEW_QUERIES, FEW_QUERIES_NARROW
 from tilewise.problem import Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Cpu"]
 
-REPEAT_BYTES = 64 << 10  # a call whose mask has larger tables takes so long that a short way saves nothing, and many such calls much memory
 NARROW = ("avx2", "generic")
 
 
@@ -64,9 +63,8 @@ class Cpu(Backend):
 
     def details(self, call: Call) -> list[str]:
         """The instruction set that this call's kernels use, which for small calls need not be the best one; for `explain`."""
-        found = library()
-        args, keep = arguments_of(call, self._isa(found))
-        keep += choose_forward(args, call, self._most_few(found)) + choose_backward(args, call)
+        found, bound = library(), self._bound(in_rows(replace(call, grad=True)))
+        args, keep = bound.arguments((call.bias, call.alibi_slopes, call.sink, None))
         runs = abi.RUN_DECODE if args.few else abi.RUN_FORWARD, abi.RUN_BACKWARD
         forward, backward = (abi.ISAS[found.functions.tw_isa_of(ctypes.byref(args), run)] for run in runs)
         way = []
@@ -77,65 +75,31 @@ class Cpu(Backend):
         del keep
         return [f"instruction set: {forward} forward, {backward} backward", *way]
 
+    def bind(self, call: Call) -> Bound:
+        """`forward` and `backward` for more calls that differ in nothing but what tensors hold."""
+        return self._bound(in_rows(call))
+
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
-        batch, seqlen_q, heads_q, _ = call.q.shape
-        o = call.out if call.out is not None else torch.empty((batch, seqlen_q, heads_q, call.v.shape[3]), dtype=call.q.dtype, device=CPU)
-        lse = torch.empty((batch, heads_q, seqlen_q), dtype=torch.float32, device=CPU)
-        results = (o, lse, torch.empty_like(lse)) if call.row_max else (o, lse)
-        if lse.numel() == 0:
-            documents_of(call)  # which looks whether they fit, as for any other call
-            return results
-        found = library()
-        args, keep = arguments_of(call, self._isa(found))
-        keep += choose_forward(args, call, self._most_few(found))
-        set_tensor(args.o, o)
-        args.lse = lse.data_ptr()
-        if call.row_max:
-            args.row_max = results[2].data_ptr()
-        run(found.functions.tw_forward, args)
-        del keep
-        return results
-
-    def repeat(self, call: Call) -> Repeat | None:
-        """`forward` and `backward` for more calls that differ in nothing but what tensors hold; None where there is no shorter way."""
-        if call.diagonal is not None or call.dropout is not None or call.row_max or 0 in (*call.q.shape, *call.k.shape):
-            return None
-        found = library()
-        made = Repeat(call, found, self._isa(found), self._most_few(found))
-        return made if made.nbytes <= REPEAT_BYTES else None
+        call = in_rows(call)
+        return self._bound(replace(call, grad=False)).results(call)
 
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
-        found = library()
-        args, keep = arguments_of(call, self._isa(found))
-        keep += choose_backward(args, call)
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=CPU) for x in (call.q, call.k, call.v))
-        fp32 = {"dtype": torch.float32, "device": CPU}
-        d_sink = None if call.sink is None else torch.zeros(call.heads_q, **fp32)
-        d_bias = torch.zeros(call.bias.shape, **fp32) if bias_grad and call.bias is not None else None
-        o, d_o, lse = rows(o), rows(d_o), in_order(lse)
-        for field, x in ((args.o, o), (args.d_o, d_o), (args.dq, dq), (args.dk, dk), (args.dv, dv)):
-            set_tensor(field, x)
-        args.lse = lse.data_ptr()
-        if d_lse is not None:
-            d_lse = in_order(d_lse.float())
-            args.d_lse = d_lse.data_ptr()
-        if d_sink is not None:
-            args.dsink = d_sink.data_ptr()
-        if d_bias is not None:
-            set_broadcast(args.dbias, d_bias)
-        if call.batch and call.heads_q:
-            keep.append(add_workspace(args, found.functions.tw_backward_workspace))
-            run(found.functions.tw_backward, args)
-        del keep
-        d_bias = None if d_bias is None else d_bias.to(call.bias.dtype)
-        return Gradients(dq, dk, dv, d_bias, None if d_sink is None else d_sink.to(call.sink.dtype))
+        """Contiguous gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        call, found = in_rows(call), library()
+        bound = Bound(call, found, self._isa(found), None, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
+        extras = call.bias, call.alibi_slopes, call.sink, None
+        d_lse = None if d_lse is None else d_lse.float()
+        return Gradients(*bound.backward(call.q, call.k, call.v, o, in_order(lse), d_o, d_lse, extras, bias_grad and call.bias is not None))
 
-    def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """The newest queries against a cache, plain or paged, read in place; see `cache.decode`."""
+    def _bound(self, call: Call) -> Bound:
         found = library()
-        return decode(found, self._isa(found), call, self.forward)
+        return Bound(call, found, self._isa(found), self._most_few(found))
+
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """The newest queries against a cache, plain or paged, read in place; see cache.py."""
+        found = library()
+        return cache.bind(found, self._isa(found), call, self.forward)
 
     def _isa(self, found: Library) -> int:
         return abi.ISAS.index(self._forced or (found.isa if found.forced else "auto"))

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -9,29 +10,19 @@ from torch import Tensor
 
 from tilewise.backends.cpu import abi
 from tilewise.backends.philox import keep_scale, threshold
-from tilewise.problem import Call, in_fp32
+from tilewise.problem import Call, Dropout, in_fp32
 
 CPU = torch.device("cpu")  # torch takes the name in half a microsecond more
 DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16, torch.float16: abi.FP16}
 _WORD = 0xFFFFFFFF
 
 
-def arguments_of(call: Call, isa: int) -> tuple[abi.Args, list]:
-    """The call's inputs as the kernel's arguments, all but its mask, and what must stay alive while it runs."""
-    q, k, v = rows(call.q), rows(call.k), rows(call.v)
-    args, keep = add_tensors(plain(q, k, v, call.scale, call.softcap, isa), call.bias, call.alibi_slopes, call.sink)
-    keep += [q, k, v]
-    if call.diagonal is not None:
-        diagonal = call.diagonal.long().contiguous()
-        args.diagonal = diagonal.data_ptr()
-        keep.append(diagonal)
-    if call.dropout is not None:
-        p, seed, offset = call.dropout
-        args.dropout_key[:] = seed & _WORD, seed >> 32 & _WORD
-        args.dropout_offset = offset & _WORD
-        args.dropout_threshold = min(threshold(p), _WORD)
-        args.dropout_rescale = keep_scale(p)
-    return args, keep
+def add_dropout(args: abi.Args, dropout: Dropout) -> None:
+    p, seed, offset = dropout
+    args.dropout_key[:] = seed & _WORD, seed >> 32 & _WORD
+    args.dropout_offset = offset & _WORD
+    args.dropout_threshold = min(threshold(p), _WORD)
+    args.dropout_rescale = keep_scale(p)
 
 
 def add_tensors(args: abi.Args, bias: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None) -> tuple[abi.Args, list]:
@@ -90,6 +81,12 @@ def rows(x: Tensor) -> Tensor:
     """x with its last dimension contiguous, and holding its numbers themselves, not their negatives (Tensor.is_neg)."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def in_rows(call: Call) -> Call:
+    """The call with such q, k and v."""
+    q, k, v = rows(call.q), rows(call.k), rows(call.v)
+    return call if q is call.q and k is call.k and v is call.v else replace(call, q=q, k=k, v=v)
 
 
 def set_tensor(field: abi.TensorArg, x: Tensor) -> None:

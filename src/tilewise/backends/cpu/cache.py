@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.backends import BoundDecode
 from tilewise.backends.cpu.arguments import CPU, add_per_head, add_workspace, in_order, plain, rows, set_tensor
 from tilewise.backends.cpu.native import Library, run
 from tilewise.backends.cpu.planes import planes_of_sequences
@@ -22,20 +23,28 @@ MANY_QUERIES = (
 )
 
 
-def decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor] | None:
-    """O and LSE as `Backend.decode` gives them; None where the mask holds a dense tensor, or differs by head, for caches of 8 bits, and where
-    queries are yet to be rotated.
+def bind(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> BoundDecode | None:
+    """As `Backend.bind_decode`; None where the mask holds a dense tensor, or differs by head, for caches of 8 bits, and where queries are yet to be
+    rotated.
+    """
+    if call.mask.kind == "bitmap" or not call.mask.alike or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
+        return None
+    like = call.like
+    return lambda given, seqlens, out=None, with_lse=True: _decode(library, isa, like.again(given, seqlens), forward)
+
+
+def _decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Call], tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    """O and LSE as `Backend.decode` gives them.
 
     Sequences of many queries, such as pieces of prompts, are calls of `forward`, and their pages are gathered. The caller has checked all values:
     what lies beyond a sequence's length, or on a page that it does not reach, is never read.
     """
-    if call.mask.kind == "bitmap" or not call.mask.alike or call.k_cache.dtype != call.q.dtype or call.rotary is not None:
-        return None
     call = call.in_int32()
     q, k_cache, v_cache = rows(call.q), rows(call.k_cache), rows(call.v_cache)
     packed = call.cu_seqlens_q is not None
     if call.tree is None and not packed and q.shape[1] > MANY_QUERIES:
-        return one_by_one(forward, call)
+        o, lse = one_by_one(forward, call)
+        return o, lse.contiguous()
     wide = q[None] if packed else q
     batch, (seqlen_q, heads_q) = call.seqlens.shape[0], wide.shape[1:3]
     o = torch.empty((*q.shape[:-1], v_cache.shape[3]), dtype=q.dtype, device=CPU)

@@ -9,20 +9,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from tilewise.backends import Backend
+from tilewise.backends import Backend, BoundDecode
 from tilewise.backends.hopper import coverage, entries, forecast, packing, warmup, widths
 from tilewise.backends.hopper.backward import call as backward
+from tilewise.backends.hopper.bound import Bound
 from tilewise.backends.hopper.decode import append_call, pools
 from tilewise.backends.hopper.decode import call as decode
-from tilewise.backends.hopper.decode import repeat as decoding
+from tilewise.backends.hopper.decode.bound import in_bits
 from tilewise.backends.hopper.eight_bits import call as eight_bits
-from tilewise.backends.hopper.eight_bits import repeat as again_in_eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan as forward_plan
-from tilewise.backends.hopper.repeat import Repeat
 from tilewise.backends.tables import documents
 from tilewise.machine.sheets import H100, machine_for
-from tilewise.masks import Unread
+from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 from tilewise.sm90 import helpers, jit, prebuilt
 
@@ -50,6 +49,12 @@ class Hopper(Backend):
         if jit.why_no_compiler():
             return prebuilt.why_no_gpu(problem.capability)  # what prebuilt kernels there are, `decode` knows
         return jit.why_not_here(problem.capability)
+
+    def reads(self, problem: Problem) -> bool:
+        return bool(coverage.refused(problem))
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        return coverage.cuts_sequences(problem, mask, page_size, in_keys)
 
     def missing(self, problem: Problem) -> str:
         """What keeps a Hopper GPU that is here from running the problem: no compiler, and no prebuilt kernels."""
@@ -85,22 +90,20 @@ class Hopper(Backend):
         shared = "packing: the query heads of a group are rows of one tile, and read their keys once"
         return [shared, *forecast.lines(forward_plan.config_of(packed), packed, machine), *gradients]
 
+    def bind(self, call: Call) -> Bound | None:
+        """None where kernels are given another call in its place, in which tensors are copied or lengths read."""
+        if coverage.launched(call) is not call:
+            return None
+        _check(call)
+        return _bind(call)
+
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max."""
-        documents.check(call.mask, call.seqlen_q, call.seqlen_k)
-        entries.check(call.mask, call.seqlen_k)
-        if call.grad:
-            backward.check(call)
+        _check(call)
         fitting = widths.of_call(call)
-        if call.problem.eight_bits:
-            if call.grad:
-                helpers.begin(*backward.ahead(replace(fitting, precision=None)))
-            o, *statistics = eight_bits.forward(fitting)
-            return (o if fitting is call else o[..., : call.head_dim_v]), *statistics
-        folded = entries.fold(fitting)
-        if call.grad:
-            helpers.begin(*backward.ahead(folded or fitting))
-        o, *statistics = forward.forward(folded or fitting)
+        folded = None if call.problem.eight_bits else entries.fold(fitting)
+        inner = folded or fitting
+        o, *statistics = _bind(inner).results(inner)
         if folded:
             o, statistics = entries.unfold(call, o), [entries.unfold_rows(call, x) for x in statistics]
         return (o if fitting is call else o[..., : call.head_dim_v]), *statistics
@@ -117,51 +120,44 @@ class Hopper(Backend):
             found = backward.backward(fitting, o, lse, d_o, d_lse, bias_grad)
         return found if fitting is call else widths.cut(call, found)
 
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """Lengths and pages are read on the GPU; None where the kernel does not cover the call."""
+        return decode.bound(call)
+
     def decode(self, call: DecodeCall) -> tuple[Tensor, Tensor] | None:
-        """O and LSE of the newest tokens against a cache, whose lengths and pages are read on the GPU; None where the kernel does not cover that."""
-        found = decoding.decode(call, decode.decoder)
-        if found is None and (narrow := call.in_int32()) is not call:  # for which there may be a prebuilt kernel
-            found = decoding.decode(narrow, decode.decoder)
+        """Index tensors in int64 may have to be converted, where a prebuilt kernel takes int32 alone."""
+        found = super().decode(call)
+        if found is None and (narrow := call.in_int32()) is not call:
+            found = super().decode(narrow)
         return found
 
     def check_decode(self, call: DecodeCall) -> None:
-        if call.page_table is not None and decoding.known(call, decode.decoder) is not None:
-            pools.readable(decoding.in_bits(call.k_cache), decoding.in_bits(call.v_cache), paged=True)
+        if call.page_table is not None and decode.bound(call) is not None:
+            pools.readable(in_bits(call.k_cache), in_bits(call.v_cache), paged=True)
 
-    def append(self, call: AppendCall) -> Tensor | None:
+    def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
         """By one launch; None where the kernel does not cover the call."""
-        return append_call.append(call)
-
-    def repeat_append(self, call: AppendCall) -> Callable[[tuple], Tensor | None] | None:
-        found = append_call.known(call)
-        return found and found.repeat(call)
-
-    def repeat_decode(self, call: DecodeCall, with_lse: bool) -> Callable[[tuple, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None:
-        found = decoding.known(call, decode.decoder)
-        return found and found.repeat(call, with_lse)
-
-    def repeat(self, call: Call) -> Repeat | None:
-        """The short way for more calls like this one (see runtime/repeats.py)."""
-        if coverage.launched(call) is not call:
-            return None
-        return again_in_eight_bits.repeat(call) if call.problem.eight_bits else forward.repeat(call, self._gradients)
-
-    def _gradients(self, call: Call) -> Callable:
-        """dQ, dK, dV, dBias and dSink of calls like this one, from (q, k, v, o, lse, dO, dLSE, `repeats.Beside`, bias_grad)."""
-        like = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None)
-
-        def long(q, k, v, o, lse, d_o, d_lse, beside, bias_grad):
-            bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k = beside
-            mask = like.mask if cu_seqlens_q is None else Unread(cu_seqlens_q, cu_seqlens_k, like.mask.inner)
-            dropout = like.dropout and like.dropout.drawn_by(rng)
-            given = replace(like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink, mask=mask, dropout=dropout)
-            return self.backward(given, o, lse, d_o, d_lse, bias_grad)
-
-        return backward.repeat(call) or long
+        return append_call.bound(call)
 
     def kernels(self, call: Call) -> list[tuple]:
         """What `jit.compiled` takes, for every kernel that the call launches."""
         return coverage.kernels(call)
+
+
+def _check(call: Call) -> None:
+    """Raise for what a kernel would not notice."""
+    documents.check(call.mask, call.seqlen_q, call.seqlen_k)
+    entries.check(call.mask, call.seqlen_k)
+    if call.grad:
+        backward.check(call)
+
+
+def _bind(call: Call) -> Bound:
+    """Of a call that the kernels take as it is; those of its gradients are begun to be compiled."""
+    of_gradients = replace(call, precision=None) if call.problem.eight_bits else call
+    if call.grad:
+        helpers.begin(*backward.ahead(of_gradients))
+    return eight_bits.bind(call) if call.problem.eight_bits else forward.bind(call, backward.bind)
 
 
 def _why_not_prebuilt(problem: Problem, missing: list[str]) -> list[str]:

@@ -75,14 +75,16 @@ def draw(call: Call) -> Draw | None:
 
 
 def drawer(call: Call) -> Callable[[Tensor | None], Draw | None]:
-    """What gives `draw` of calls like this one, each with its own `Beside.rng`."""
-    like = draw(call)
+    """What gives `draw` of calls like this one, each with its own `Beside.rng`, or the call's where that is None."""
+    like, dropout = draw(call), call.dropout
     if like is None:
         return lambda rng: None
 
-    def drawn(rng: Tensor) -> Draw:
-        dropout = call.dropout.drawn_by(rng)
-        return like._replace(keys=_keys(dropout), offset=_signed(dropout.offset))
+    def drawn(rng: Tensor | None) -> Draw:
+        if rng is None:
+            return like
+        drawn_now = dropout.drawn_by(rng)
+        return like._replace(keys=_keys(drawn_now), offset=_signed(drawn_now.offset))
 
     return drawn
 
@@ -109,8 +111,11 @@ def or_none(bundle: tuple) -> tuple | None:
 
 def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """bias, slopes and diagonal, as the kernels can read them."""
-    diagonal = None if call.alibi_slopes is None or call.diagonal is None else call.diagonal.contiguous()
-    return *readable(call.bias, call.alibi_slopes), diagonal
+    return *readable(call.bias, call.alibi_slopes), diagonal_of(call)
+
+
+def diagonal_of(call: Call) -> Tensor | None:
+    return None if call.alibi_slopes is None or call.diagonal is None else call.diagonal.contiguous()
 
 
 def readable(bias: Tensor | None, slopes: Tensor | None, pairs: bool = False) -> tuple[Tensor | None, Tensor | None]:

@@ -8,13 +8,15 @@ import torch
 from tilewise.backends.hopper import entries, widths
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.decode import call as decode
-from tilewise.backends.hopper.decode.config import latent_dims
+from tilewise.backends.hopper.decode.config import LEAST_BOX, latent_dims
+from tilewise.backends.hopper.decode.config import tile_dims as cached_tile_dims
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
 from tilewise.masks import Mask
 from tilewise.problem import Call, Problem
+from tilewise.sm90 import jit
 
 
 def refused(problem: Problem) -> list[str]:
@@ -40,6 +42,18 @@ def latent(problem: Problem) -> bool:
     """Whether only decode covers the problem, of caches whose values are the first columns of their keys."""
     alike = problem.device == "cuda" and problem.dtype in (torch.bfloat16, torch.float16) and not problem.mixed
     return alike and latent_dims(problem.head_dim, problem.head_dim_v) is not None
+
+
+def cuts_sequences(problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+    """Whether the sequences that `decode` gets are calls of their own, cut by lengths on the host: what `decode.why_not` says of dtypes, head dims,
+    pages and masks, without tensors. As in `Backend.reads_decode`.
+    """
+    dims, cached = (problem.head_dim, problem.head_dim_v), problem.k_dtype or problem.dtype
+    if any(dim % (jit.BYTES // cached.itemsize) for dim in dims) or window_of(mask) is None:
+        return True
+    if latent_dims(*dims) is not None and cached == problem.dtype:
+        return not in_keys or (page_size or 0) % LEAST_BOX > 0
+    return cached_tile_dims(*dims) is None
 
 
 def launched(call: Call) -> Call:

@@ -15,7 +15,7 @@ current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 DEFAULT_STREAM = 0  # which cannot be captured
 ALIGNED = 64  # numbers, at whose multiples shared tensors begin
-REPEAT_BYTES = 256 << 10  # of a mask's tables: a repeated call keeps them, and calls with larger ones take long
+TABLE_BYTES = 256 << 10  # of the tables of a mask, which a bound call holds: calls with larger ones take long, and are not kept
 
 
 def as_operand(bundle: tuple, on_gpu: bool) -> object:
@@ -77,4 +77,4 @@ def tables(shapes: Sequence[tuple[int, ...]], device: torch.device, current: boo
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a contiguous tensor."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return tuple(math.prod([max(size, 1) for size in shape[axis + 1 :]]) for axis in range(len(shape)))

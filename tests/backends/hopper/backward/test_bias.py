@@ -9,6 +9,7 @@ from tilewise.backends.hopper import Hopper, changes
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.operands import Given, Scratch
 from tilewise.masks import Causal, Full
 from tilewise.problem import LEAST_SOFTCAP, Call
 
@@ -37,7 +38,8 @@ def test_what_the_kernel_leaves_is_summed_up(shape, parts, dtype, monkeypatch):
     monkeypatch.setattr(bias_gradient.jit, "compiled", compiled)
     monkeypatch.setattr(bias_gradient, "parts_of", lambda *_: parts)
     statistics = torch.zeros(2, 3, 4, 64)
-    found = bias_gradient.compute(call, (call.q, call.k, call.v, call.q), statistics, 132)
+    read, scratch = Given(call.q, call.k, call.v, None, None, call.q, None), Scratch(*statistics, *(None,) * 5)
+    found = bias_gradient.bind(call, 132)(read, scratch, changes.changes(call, bias_gradient.config_of(call, True, True)))
     ((config, sums),) = given
     by_rows = shape[2] == 50
     assert config.rows == by_rows and config.whole == (parts == 1)

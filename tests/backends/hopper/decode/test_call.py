@@ -7,8 +7,8 @@ import pytest
 import torch
 from decode_problems import BEHIND, DecodeCase, made, with_eight_bits
 
+from tilewise.backends.hopper.decode import bound, config, extents, prefix
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import config, prefix, repeat
 from tilewise.backends.hopper.decode.config import FEW_KEYS, IN_FLIGHT, RAW_STAGES, TILES, configure
 from tilewise.masks import Causal, Full, PrefixLM, SlidingWindow
 from tilewise.problem import Rotary
@@ -50,7 +50,7 @@ def rotary(positions: int, half: int, interleaved: bool = False, dtype: torch.dt
 def test_what_it_does_not_cover(changes, sentence):
     (told,) = decoding.why_not(replace(CALL, **changes))
     assert told.endswith(sentence)
-    assert decoding.decode(replace(CALL, **changes)) is None
+    assert decoding.bind(replace(CALL, **changes)) is None
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
@@ -83,7 +83,7 @@ def test_scales_are_spread_over_sequences_and_heads():
     ):
         call = replace(CALL, k_cache=eight, v_cache=eight, k_scale=scale)
         assert decoding.config_of(call).scales == (kind, "")
-        found, none = repeat.scales_of(call)
+        found, none = bound.scales_of(call)
         assert none is None and (found is None if shape is None else found.shape == shape)
     by_sequence = replace(made(DecodeCase(lengths=(200, 200, 200), prefix=128)), k_scale=torch.ones(3, 2))
     assert not prefix.pays(by_sequence)
@@ -95,7 +95,7 @@ def test_tiles_are_small_where_keys_are_few():
         made(DecodeCase(lengths=(FEW_KEYS // 2 + 1,), dims=(64, 64))),
     )
     assert [decoding.config_of(call).tile_n for call in (small, large, replace(small, split=64))] == [64, 128, 128]
-    assert repeat._key(small) != repeat._key(large) == repeat._key(replace(large, seqlens=large.seqlens - 1))
+    assert decoding._key(small) != decoding._key(large) == decoding._key(replace(large, seqlens=large.seqlens - 1))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_rows_of_a_unit(batch, tokens, expected):
 def test_calls_of_other_batches_are_no_repeats_of_each_other():
     """Whose units have other rows, or their launches other thread blocks."""
     one, more, larger = (made(DecodeCase(lengths=lengths, heads=(32, 1), dims=(16, 16))) for lengths in ((64,), (64,) * 4, (70_000,)))
-    assert [repeat.rows_of_unit(call) for call in (one, more, larger)] == [64, 64, 128]
-    assert len({repeat._key(call) for call in (one, more, larger)}) == 3
+    assert [extents.rows_of_unit(call) for call in (one, more, larger)] == [64, 64, 128]
+    assert len({decoding._key(call) for call in (one, more, larger)}) == 3
 
 
 def test_units_of_many_rows_have_those_of_two_products(monkeypatch):
@@ -217,7 +217,7 @@ def test_units_of_many_rows_have_those_of_two_products(monkeypatch):
     monkeypatch.setattr(decoding.plan, "num_sms", lambda device: 132)
     for queries, rows in ((32, 64), (33, 128)):
         call = made(DecodeCase(lengths=(70,), queries=queries, heads=(8, 2)))
-        assert repeat.rows_of_unit(call) == rows and decoding._need(call, decoding.config_of(call)).rows == rows
+        assert extents.rows_of_unit(call) == rows and decoding._need(call, decoding.config_of(call)).rows == rows
 
 
 def test_a_prefix_has_more_on_its_way_where_products_decide(monkeypatch):
@@ -262,9 +262,9 @@ def test_how_many_rows_a_tile_of_keys_serves(case, expected):
     call = made(case)
     if call.cu_seqlens_q is not None:
         call = replace(call, q=call.q[:-BEHIND], max_seqlen_q=call.q.shape[0] - BEHIND)
-    assert repeat.rows_of(call) == expected
+    assert extents.rows_of(call) == expected
     if case.dims[0] == 64 and case.page != 4:
-        assert repeat.rows_of(with_eight_bits(call, (torch.float8_e4m3fn,) * 2, (None, None))[0]).get("consumers") is None
+        assert extents.rows_of(with_eight_bits(call, (torch.float8_e4m3fn,) * 2, (None, None))[0]).get("consumers") is None
     assert {name: value for name, value in vars(decoding.config_of(call)).items() if name in expected} == expected
 
 

@@ -7,7 +7,7 @@ import torch
 from decode_problems import DecodeCase, made
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode import prefix, repeat
+from tilewise.backends.hopper.decode import extents, prefix
 from tilewise.backends.hopper.decode.config import LATENT_TILES, TILE_M, configure, latent_dims, shipped
 from tilewise.problem import Rotary
 
@@ -31,14 +31,14 @@ SHARED = 232_448 - 3072  # bytes of shared memory, but for barriers and small nu
 def test_what_it_does_not_cover(changes, sentence):
     (told,) = decoding.why_not(replace(CALL, **changes))
     assert told.endswith(sentence)
-    assert decoding.decode(replace(CALL, **changes)) is None
+    assert decoding.bind(replace(CALL, **changes)) is None
 
 
 def test_views_are_known_whatever_the_steps_of_single_heads():
     latent = torch.zeros(2, 9, 576, dtype=torch.bfloat16)
     k, v = latent.unsqueeze(2), latent[..., :512].unsqueeze(2)
-    assert k.stride() != v.stride() and repeat.latent(replace(CALL, k_cache=k, v_cache=v))
-    assert not repeat.latent(replace(CALL, k_cache=k, v_cache=torch.zeros(2, 9, 1, 512, dtype=torch.bfloat16)))
+    assert k.stride() != v.stride() and extents.latent(replace(CALL, k_cache=k, v_cache=v))
+    assert not extents.latent(replace(CALL, k_cache=k, v_cache=torch.zeros(2, 9, 1, 512, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize(

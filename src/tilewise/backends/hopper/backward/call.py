@@ -8,20 +8,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import changes, operands
+from tilewise.backends.hopper import changes, operands, short
 from tilewise.backends.hopper.backward import plan as planning
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
+from tilewise.backends.hopper.backward.bound import Bound
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repair import call as repairs
-from tilewise.backends.hopper.backward.repeat import Repeat
-from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, Scalars, Scratch, Turns
-from tilewise.backends.hopper.short import REPEAT_BYTES
+from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, RepairScalars, Scalars, Scratch, Turns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
 from tilewise.masks import Unread
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.problem import Call, Gradients, Problem, gradient_like
 from tilewise.sm90 import jit
 
 LAUNCH = "tilewise.backends.hopper.backward.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
@@ -110,47 +109,65 @@ def _tables(config: Config) -> list[tuple]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-    """dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what `lines`
-    says instead.
+    """Contiguous dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what
+    `lines` says instead.
     """
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (call.q, call.k, call.v))
-    if d_q.numel() == 0 or d_k.numel() == 0:
-        d_bias = torch.zeros_like(call.bias) if bias_grad else None
-        return Gradients(d_q.zero_(), d_k.zero_(), d_v.zero_(), d_bias, _sink_alone(call, d_lse))
-    board, d_bias = planning.board_of(call.q.device), None
-    plan = planning.Plan.of(call, board)
-    reaching = lse if d_lse is None else d_lse.to(torch.float32)
-    given = Given(*(jit.readable(x) for x in (call.q, call.k, call.v, o)), jit.rows(lse), jit.readable(d_o), jit.rows(reaching))
-    with torch.cuda.device(d_q.device):
-        statistics = _main(call, plan, given, operands.Gradients(d_q, d_k, d_v), d_lse is not None)
-        if bias_grad:
-            d_bias = bias_gradient.compute(call, (given.Q, given.K, given.V, given.dO), statistics, board.num_sms)
-    return Gradients(
-        d_q, d_k, d_v, d_bias, None if call.sink is None else _sink(call.sink, *statistics, plan.config.natural, changes.rest(call))
-    )
+    ends = call.mask.ends() if isinstance(call.mask, Unread) else (None, None)
+    extras = call.bias, call.alibi_slopes, call.sink, None, *ends
+    given = (*(jit.readable(x) for x in (call.q, call.k, call.v, o)), jit.rows(lse), jit.readable(d_o))
+    d_lse = None if d_lse is None else d_lse.to(torch.float32)
+    return Gradients(*bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))(*given, d_lse, extras, bias_grad))
 
 
-def _main(call: Call, plan: planning.Plan, given: Given, gradients: operands.Gradients, has_d_lse: bool) -> tuple[Tensor, Tensor]:
-    """All but the bias's gradient, which takes what this returns: LSE and -delta as `Scratch` has them. The rest of it is free then."""
+class WithoutKeys:
+    """Gradients where there is no key, or no query."""
+
+    kept = False
+
+    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
+        bias, _, sink, *_ = extras
+        return *(x.new_zeros(x.shape) for x in (q, k, v)), torch.zeros_like(bias) if bias_grad else None, _sink_alone(sink, d_lse)
+
+
+def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bound | WithoutKeys:
+    """The kernels of the call's gradients and their arguments; `gradient` says how an input's gradient lies."""
+    if call.q.numel() == 0 or call.k.numel() == 0:
+        return WithoutKeys()
+    board = planning.board_of(call.q.device)
+    plan, of_documents = planning.Plan.of(call, board), isinstance(call.mask, Unread)
     config = plan.config
-    scratch = Scratch(*(None if each is None else torch.empty(each[0], dtype=each[1], device=gradients.dQ.device) for each in plan.scratch))
-    if plan.lends:
-        scratch = scratch._replace(partial=place_of_parts(config, plan.parts, gradients.dQ))
-    changed, tables, scalars = changes.changes(call, config), backward_tables.of_call(call, config), scalars_of(call, plan, has_d_lse)
-    repair = repairs.compiled(config)  # before the other one, which a helper may be compiling
-    compute = jit.compiled(LAUNCH, arguments, config)
-    for part, turns in plan.turns:
-        bundles = given, gradients, scratch, changed, tables
-        if len(plan.turns) > 1:
-            bundles = *(_of_batch(bundle, part) for bundle in bundles[:4]), backward_tables.of_batch(tables, part)
-        *tensors, of_part, of_tables = bundles
-        seen, changed_or_none = Band(*plan.band, of_tables), changes.or_none(of_part)
-        compute(*tensors, turns, scalars, seen, changed_or_none)
-        if repair is not None:
-            of_given, of_gradients, of_scratch = tensors
-            bundles = repairs.repaired(of_given, of_gradients), repairs.spoiled(of_scratch)
-            repair(*bundles, repairs.scalars_of(call, config, turns.num_sms), repairs.band(seen), changed_or_none)
-    return scratch.lse, scratch.minus_delta
+    rows = of_documents and config.sees == "rows"
+    tables = None if rows else backward_tables.of_call(call, config)
+    reads = call.diagonal is not None or (of_documents and not rows)
+    kept = not reads and len(plan.turns) == 1 and (rows or sum(x.nbytes for x in jit.tensors_of(tables)) <= short.TABLE_BYTES)
+    partial = functools.partial(place_of_parts, config, plan.parts) if plan.lends else None
+    repair = repairs.bind(call, config, board.num_sms)  # before the other one, which a helper may be compiling
+    kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
+    if len(plan.turns) > 1:
+        kernel, repair = _in_parts(plan, kernel, repair), None
+    named = {"repair": repair, "gradient": gradient, "kept": kept, "of_sink": _sink_of(call, config)}
+    bound = functools.partial(Bound, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, **named)
+    if kept and call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
+        return bound((Band(*plan.band, tables), changes.or_none(changes.changes(call, config))))
+    return bound((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms))
+
+
+def _in_parts(plan: planning.Plan, kernel: Callable, repair: tuple[Callable, RepairScalars] | None) -> Callable:
+    """The kernels for more batch entries than a grid has, launch by launch. What is to be repaired is known until the next one."""
+
+    def compute(
+        given: Given, gradients: operands.Gradients, scratch: Scratch, _: Turns, scalars: Scalars, seen: Band, changed: Changes | None
+    ):
+        for part, turns in plan.turns:
+            *tensors, of_changed = (bundle and _of_batch(bundle, part) for bundle in (given, gradients, scratch, changed))
+            of_part = seen._replace(tables=backward_tables.of_batch(seen.tables, part))
+            kernel(*tensors, turns, scalars, of_part, of_changed)
+            if repair is not None:
+                (launch, numbers), (of_given, of_gradients, of_scratch) = repair, tensors
+                bundles = repairs.repaired(of_given, of_gradients), repairs.spoiled(of_scratch)
+                launch(*bundles, numbers, repairs.band(of_part), of_changed)
+
+    return compute
 
 
 def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
@@ -163,29 +180,6 @@ def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
     )
 
 
-def repeat(call: Call) -> Repeat | None:
-    """The short way for more calls like this one (see runtime/repeats.py); None where there is none."""
-    if call.q.numel() == 0 or call.k.numel() == 0:
-        return None
-    board = planning.board_of(call.q.device)
-    plan = planning.Plan.of(call, board)
-    if len(plan.turns) > 1:
-        return None
-    config, of_documents = plan.config, isinstance(call.mask, Unread)
-    tables = None if of_documents else backward_tables.of_call(call, config)
-    if tables is not None and sum(x.nbytes for x in jit.tensors_of(tables)) > REPEAT_BYTES:
-        return None
-    partial = functools.partial(place_of_parts, config, plan.parts) if plan.lends else None
-    repair = repairs.repeat(call, config, board.num_sms)
-    kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
-    again = functools.partial(Repeat, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, repair=repair)
-    changed = changes.changes(call, config)
-    if call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
-        rest = Band(*plan.band, tables), changes.or_none(changed)
-        return again(rest, of_sink=_sink_of(call, config))
-    return again((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms), of_sink=_sink_of(call, config))
-
-
 def _bias_of(call: Call, num_sms: int) -> Callable:
     """The gradient of a bias, whose kernel is not asked for before that is."""
     like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
@@ -193,7 +187,7 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
         if not kept:
             of_call = {"q": given.Q, "k": given.K, "v": given.V, "bias": changed.bias, "alibi_slopes": changed.slopes}
-            kept.append(bias_gradient.repeat(replace(like, **of_call), num_sms))
+            kept.append(bias_gradient.bind(replace(like, **of_call), num_sms))
         return kept[0](given, scratch, changed)
 
     return compute
@@ -204,19 +198,20 @@ def _sink_of(call: Call, config: Config) -> Callable | None:
 
 
 def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callable:
-    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `repeats.Beside`; without `tables`, of documents."""
+    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `problem.Extras`; without `tables`, of documents."""
     config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
     like = changes.changes(call, config)
-    inner, factor, shift, drawn, changed = like.inner, like.factor, like.shift, changes.drawer(call), changes.or_none(like) is not None
+    inner, factor, shift, diagonal, drawn = like.inner, like.factor, like.shift, like.diagonal, changes.drawer(call)
+    changed = changes.or_none(like) is not None
     device, find = call.q.device, None
-    if isinstance(call.mask, Unread):
+    if tables is None:
         find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
 
     def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
         seen = tables
         if find is not None:
             seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
-        changes_made = Changes(inner, factor, *changes.readable(bias, slopes, pairs), None, shift, drawn(rng)) if changed else None
+        changes_made = Changes(inner, factor, *changes.readable(bias, slopes, pairs), diagonal, shift, drawn(rng)) if changed else None
         return Band(*plan.band, seen), changes_made
 
     return made
@@ -249,12 +244,12 @@ def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: f
     return (found if rest == 1.0 else rest * found).to(sink.dtype)
 
 
-def _sink_alone(call: Call, d_lse: Tensor | None) -> Tensor | None:
+def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:
     """Without a key the sink is the whole log-sum-exp; one of -inf takes part in nothing."""
-    if call.sink is None or d_lse is None:
-        return None if call.sink is None else torch.zeros_like(call.sink)
-    nothing = (call.sink == -math.inf)[:, None]
-    return d_lse.float().masked_fill(nothing, 0.0).sum((0, 2)).to(call.sink.dtype)
+    if sink is None or d_lse is None:
+        return None if sink is None else torch.zeros_like(sink)
+    nothing = (sink == -math.inf)[:, None]
+    return d_lse.float().masked_fill(nothing, 0.0).sum((0, 2)).to(sink.dtype)
 
 
 def arguments(config: Config) -> list:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes, short
+from tilewise.backends.hopper.decode.bound import kept
 from tilewise.backends.hopper.decode.operands import New, Places, Turn
 from tilewise.problem import AppendCall
 from tilewise.sm90 import jit, prebuilt
@@ -15,7 +16,6 @@ from tilewise.sm90 import jit, prebuilt
 LAUNCH = "tilewise.backends.hopper.decode.append:launch"  # by name, so that a kernel from the cache needs no DSL
 STORED = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 TABLES = torch.float32, torch.bfloat16, torch.float16
-MOST = 256  # kinds of calls that are remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +32,9 @@ class Appending:
     interleaved: bool = False
 
 
-_KNOWN: "dict[tuple, Appender | None]" = {}  # by what they depend on; None where no kernel covers that
-
-
-def append(call: AppendCall) -> Tensor | None:
-    """(batch,) int32, the tokens that each sequence then has; None where the kernel does not cover the call, and nothing is written."""
-    found = known(call)
-    return None if found is None else found(call)
-
-
-def known(call: AppendCall) -> "Appender | None":
+def bound(call: AppendCall) -> "Appender | None":
     """What writes calls like this one; None where no kernel covers them."""
-    key = _key(call)
-    if key not in _KNOWN:
-        if len(_KNOWN) >= MOST:
-            _KNOWN.clear()
-        _KNOWN[key] = None if why_not(call) else Appender(call, jit.compiled(LAUNCH, arguments, config_of(call)))
-    return _KNOWN[key]
+    return kept(_key(call), lambda: None if why_not(call) else Appender(call, jit.compiled(LAUNCH, arguments, config_of(call))))
 
 
 def why_not(call: AppendCall) -> list[str]:
@@ -124,46 +110,28 @@ def arguments(config: Appending) -> list:
 
 
 class Appender:
-    """Calls that differ in tensors, their lengths and strides, on whichever stream is current."""
+    """Calls as `Backend.bind_append` has them, on whichever stream is current."""
 
     def __init__(self, call: AppendCall, kernel: Callable) -> None:
         """kernel(New, Places, Turn or None) writes a call, packed tokens as one entry's."""
         self.kernel, self.device = kernel, call.k.device.index
-        self.empty = short.allocator(call.k.device)
         self.in_eight_bits, self.packed = call.k.itemsize == 1, call.cu_seqlens is not None
+        ends, empty = ((call.cache_seqlens.shape[0],), (1,), torch.int32), short.allocator(call.k.device)
+        self.ends = short.by_stream(self.device, lambda stream: empty(*ends))
 
-    def __call__(self, call: AppendCall) -> Tensor | None:
-        """As `append`; None also where the caches do not lie as the kernel wants them."""
+    def __call__(self, given: tuple, first: Tensor | None = None) -> Tensor | None:
+        """None where the caches do not lie as the kernel wants them."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(call)
-        seqlens, cos = call.cache_seqlens, call.rotary_cos
-        places = seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, self.empty((seqlens.shape[0],), (1,), torch.int32)
-        turn = None if cos is None else (cos, call.rotary_sin, call.rotary_first)
-        return self._write(call.k_cache, call.v_cache, call.k, call.v, places, turn)
-
-    def repeat(self, call: AppendCall) -> Callable[[tuple], Tensor | None]:
-        """As `Backend.repeat_append`."""
-        (batch,) = call.cache_seqlens.shape
-        ends = short.by_stream(self.device, lambda stream: self.empty((batch,), (1,), torch.int32))
-
-        def write(given: tuple) -> Tensor | None:
-            if short.current_device() != self.device:
-                with torch.cuda.device(self.device):
-                    return write(given)
-            _, k_cache, v_cache, seqlens, pages, cu_seqlens, entries, _, _, _, _, _, _, k, v, cos, sin, _ = given
-            places = seqlens, pages, entries, cu_seqlens if self.packed else None, ends()
-            return self._write(k_cache, v_cache, k, v, places, None if cos is None else (cos, sin, None))
-
-        return write
-
-    def _write(self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, places: tuple, turn: tuple | None) -> Tensor | None:
+                return self(given, first)
+        of_k, of_v, k, v, seqlens, pages, entries, cu_seqlens, cos, sin = given
+        caches = of_k, of_v
         if self.in_eight_bits:
-            of_k, of_v, k, v = (x.view(torch.int8) for x in (k_cache, v_cache, k, v))
-        else:
-            of_k, of_v = k_cache, v_cache
+            of_k, of_v, k, v = (x.view(torch.int8) for x in (of_k, of_v, k, v))
         if self.packed:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
+        places = seqlens, pages, entries, cu_seqlens if self.packed else None, self.ends()
+        turn = None if cos is None else (cos, sin, first)
         try:
             self.kernel((of_k, of_v, k, v), places, turn)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
@@ -172,7 +140,7 @@ class Appender:
             places = Places(*(x if x is None else x.contiguous() for x in places))
             turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
             self.kernel(New(*map(jit.aligned, (of_k, of_v, k, v))), places, turn)
-        torch.autograd.graph.increment_version((k_cache, v_cache))
+        torch.autograd.graph.increment_version(caches)
         return places[-1]
 
 
@@ -182,4 +150,4 @@ def _key(call: AppendCall) -> tuple:
     others = call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, cos, call.rotary_sin, call.rotary_first
     dtypes = tuple(None if x is None else x.dtype for x in (k, v, call.k_cache, call.v_cache, *others))
     empty = 0 in call.k_cache.shape or 0 in k.shape or 0 in v.shape or (cos is not None and 0 in cos.shape)
-    return dtypes, k.device, k.shape[-1], v.shape[-1], empty, call.interleaved
+    return dtypes, k.device, k.shape[-1], v.shape[-1], call.cache_seqlens.shape, empty, call.interleaved

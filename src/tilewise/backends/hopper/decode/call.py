@@ -5,27 +5,15 @@ from math import gcd
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from tilewise.backends.hopper import changes
-from tilewise.backends.hopper.decode import append_call, pools, prefix, workspace
+from tilewise.backends.hopper.decode import append_call, prefix, workspace
 from tilewise.backends.hopper.decode.append_call import TABLES
+from tilewise.backends.hopper.decode.bound import Decoder, Prefixed, kept
 from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
+from tilewise.backends.hopper.decode.extents import capacity_of, few_keys, latent, rows_of, rows_of_unit
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
-from tilewise.backends.hopper.decode.repeat import (
-    Decoder,
-    Prefixed,
-    capacity_of,
-    few_keys,
-    in_bits,
-    latent,
-    lengths_of,
-    rows_of,
-    rows_of_unit,
-    scales_of,
-    tables_of,
-)
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
@@ -44,7 +32,7 @@ class Cut(NamedTuple):
     """How a launch's work is divided among thread blocks."""
 
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
-    rows: int = 0  # of a unit, at most; 0: `repeat.rows_of_unit`
+    rows: int = 0  # of a unit, at most; 0: `extents.rows_of_unit`
     numbers: int = 4096  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
     alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
     fitted: bool = True  # equal shares end with units, where that leaves few thread blocks idle
@@ -112,48 +100,66 @@ def _why_not_rotary(call: DecodeCall) -> list[str]:
     return wrong
 
 
-def decode(call: DecodeCall, cut: Cut = USUAL, **tuning) -> tuple[Tensor, Tensor] | None:
-    """O like q with head_dim_v, and LSE (batch, heads_q, seqlen_q) or (heads_q, total_q) fp32; None where the kernel does not cover the call.
+def bound(call: DecodeCall) -> Decoder | Prefixed | None:
+    """As `bind`, once for all calls like this one."""
+    return kept(_key(call), lambda: bind(call))
 
-    tuning: fields of `Config` in place of the usual.
-    """
+
+def bind(call: DecodeCall, cut: Cut = USUAL, **tuning) -> Decoder | Prefixed | None:
+    """What computes calls like this one; None where the kernel does not cover them. tuning: fields of `Config` in place of the usual."""
     if why_not(call):
         return None
-    with torch.cuda.device(call.q.device):
-        if prefix.pays(call):
-            first = prefix.of(call)
-            found = _compute(first, config_of_prefix(first, **tuning), cut)
-            return _compute(call, config_of(call, onto=True, **tuning), cut, prefix.prior(call, *found))
-        return _compute(call, config_of(call, **tuning), cut)
+    if not prefix.pays(call):
+        return _decoder(call, config_of(call, **tuning), cut)
+    first = prefix.of(call)
+    return Prefixed(
+        call, _decoder(first, config_of_prefix(first, **tuning), cut), _decoder(call, config_of(call, onto=True, **tuning), cut)
+    )
 
 
-def _compute(call: DecodeCall, config: Config, cut: Cut, prior: Prior | None = None) -> tuple[Tensor, Tensor]:
-    o = torch.empty((*call.q.shape[:-1], call.v_cache.shape[3]), dtype=config.out or call.q.dtype, device=call.q.device)
-    heads, ragged = call.q.shape[-2], call.cu_seqlens_q is not None
-    shape = (heads, call.q.shape[0]) if ragged else (call.q.shape[0], heads, call.q.shape[1])
-    lse = torch.empty(shape, dtype=torch.float32, device=call.q.device)
-    q, caches = jit.aligned(call.q), pools.readable(in_bits(call.k_cache), in_bits(call.v_cache), paged=call.page_table is not None)
-    beside = tables_of(call) and Tables(*map(jit.rows, tables_of(call))), *scales_of(call)
-    tensors = Tensors(q[None], *caches, o[None], lse[None], *beside) if ragged else Tensors(q, *caches, o, lse, *beside)
-    window, changed = _numbers(call, config)
-    jit.compiled(launch_of(config), arguments, config)(tensors, lengths_of(call), _work(call, config, cut), window, prior, changed)
-    return o, lse
-
-
-def decoder(call: DecodeCall) -> Decoder | Prefixed | None:
-    """What computes calls like this one; None where the kernel does not cover them."""
-    if why_not(call):
-        return None
-    if prefix.pays(call):
-        first = prefix.of(call)
-        return Prefixed(_decoder(first, config_of_prefix(first)), _decoder(call, config_of(call, onto=True)))
-    return _decoder(call, config_of(call))
-
-
-def _decoder(call: DecodeCall, config: Config) -> Decoder:
+def _decoder(call: DecodeCall, config: Config, cut: Cut) -> Decoder:
     kernel = jit.compiled(launch_of(config), arguments, config)
-    need, device = _need(call, config), call.q.device
-    return Decoder(call, kernel, *_numbers(call, config), lambda: workspace.of(need, device), config.out or call.q.dtype)
+    need, device = _need(call, config, cut), call.q.device
+    window = window_of(call.mask)
+    assert window is not None  # or `why_not` had said so
+    return Decoder(call, kernel, window, _scores(call, config), lambda: workspace.of(need, device), config.out or call.q.dtype)
+
+
+def _key(call: DecodeCall) -> tuple:
+    """What a decoder depends on, and whether the kernel covers a call."""
+    q, k, v, ragged = call.q, call.k_cache, call.v_cache, call.cu_seqlens_q is not None
+    indices = call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad
+    there = *(None if x is None else x.dtype for x in indices), *(x is None for x in (call.tree, call.alibi_slopes, call.sink))
+    sizes = q.shape, k.shape[2:], v.shape[3], call.max_seqlen_q, 0 in k.shape
+    paged = 0 if call.page_table is None else k.shape[1]
+    counts = (k.shape[1], None if call.page_table is None else call.page_table.shape[1]) if call.split or call.shared_prefix else ()
+    options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
+    rotary = call.rotary and (
+        call.rotary.cos.shape[1],
+        call.rotary.cos.shape[0] > 0,
+        call.rotary.cos.dtype,
+        call.rotary.sin.dtype,
+        call.rotary.interleaved,
+    )
+    return (
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        ragged,
+        call.seqlens.shape[0],
+        paged,
+        *sizes,
+        latent_dims(k.shape[3], v.shape[3]) is not None and latent(call),
+        there,
+        rotary,
+        *(None if x is None else x.dim() == 3 or x.stride() for x in (call.k_scale, call.v_scale)),
+        few_keys(call),
+        tuple(rows_of(call).items()),
+        rows_of_unit(call),
+        counts,
+        *options,
+    )
 
 
 def config_of(call: DecodeCall, **tuning) -> Config:
@@ -176,9 +182,16 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         split=call.split is not None,
         cached=None if call.k_cache.dtype == call.q.dtype else (call.k_cache.dtype, call.v_cache.dtype),
         scales=tuple("" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)),
-        wide=tuple(name for name, x in lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
+        wide=tuple(name for name, x in _lengths_of(call)._asdict().items() if x is not None and x.dtype == torch.int64),
         rotary=call.rotary and Rotary(call.rotary.cos.shape[1], call.rotary.interleaved, call.rotary.cos.dtype),
     )
+
+
+def _lengths_of(call: DecodeCall) -> Lengths:
+    found = Lengths(call.seqlens, call.page_table, call.cu_seqlens_q, call.cache_batch_idx, call.leftpad, call.tree)
+    if isinstance(call, prefix.Common):
+        return found._replace(all_seqlens=call.all_seqlens, all_cu_seqlens_q=call.all_cu_seqlens_q)
+    return found
 
 
 def config_of_prefix(call: DecodeCall, **tuning) -> Config:
@@ -273,10 +286,6 @@ def fitted(units: int, blocks: int) -> int:
     return found if (blocks - found) * IDLE <= blocks else blocks
 
 
-def _work(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Work:
-    return workspace.of(_need(call, config, cut), call.q.device)
-
-
 def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     queries = max(call.max_seqlen_q, 1) if config.ragged else call.q.shape[1]
     dim, heads_k = call.v_cache.shape[3], call.k_cache.shape[2]
@@ -305,12 +314,6 @@ def stairs_of(group: int, tile_n: int, rows: int) -> tuple[int, int]:
     """(tiles of rows, logarithm of tiles of keys): under a diagonal so many tiles of rows further, keys end so many tiles later."""
     common = gcd(group * tile_n, rows)
     return group * tile_n // common, (rows // common).bit_length() - 1
-
-
-def _numbers(call: DecodeCall, config: Config) -> tuple[Window, Scores]:
-    window = window_of(call.mask)
-    assert window is not None  # or `why_not` had said so
-    return window, _scores(call, config)
 
 
 def _scores(call: DecodeCall, config: Config) -> Scores:

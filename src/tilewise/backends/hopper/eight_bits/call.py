@@ -1,12 +1,14 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.eight_bits import RECIPES
-from tilewise.backends.hopper import changes, visibility
+from tilewise.backends.hopper import changes, short, visibility
+from tilewise.backends.hopper.bound import Bound
 from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.eight_bits.config import (
     FEW_KEYS,
@@ -24,16 +26,19 @@ from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.plan import Plan
+from tilewise.backends.hopper.operands import Band, Scores, Work
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Documents, Unread
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
+from tilewise.views import part
 
 LAUNCH = "tilewise.backends.hopper.eight_bits.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
 TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
 E4M3 = torch.float8_e4m3fn
+KEPT_BYTES = 8 << 20  # more scratch is allocated anew; its kernels take longer than that
 MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
 
 
@@ -55,26 +60,30 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
     """O (batch, seqlen_q, heads_q, head_dim_v), LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by `config` in place
     of the call's own.
     """
-    o = sixteen_bits.output(call)
-    lse, *row_max = sixteen_bits.empty_statistics(call)
-    if lse.numel() == 0 or call.seqlen_k == 0:
-        sixteen_bits.without_keys(call, o, lse, *row_max or [None])
-    else:
-        with torch.cuda.device(call.q.device):
-            quantised = quantise(call) if call.precision is not None else given(call)
-            attend(call, *quantised, o, lse, *row_max, config=config)
-    return o, lse, *row_max
+    return bind(call, config).results(call)
 
 
-def attend(
-    call: Call, operands: Made, scales: Scales, scale: float, o: Tensor, lse: Tensor, row_max: Tensor | None = None, config: Config | None = None
-) -> None:  # fmt: skip
-    """Write O, LSE and, where it is given, row_max. scale: of products of the operands times their scales."""
-    plan = Plan.of(call, planning.num_sms(call.q.device), config or config_of(call))
-    kernel = jit.compiled(LAUNCH, arguments, plan.config)
-    work, band = sixteen_bits.work_of(plan, call.q.device), sixteen_bits.band_seen(call, plan)
-    values = call.v if call.precision is not None else call.v.view(torch.int8)
-    kernel(Tensors(*operands, o, lse, jit.aligned(values)), scales, work, band, changes.scores(call, plan.config, scale, row_max))
+def bind(call: Call, config: Config | None = None) -> Bound:
+    """The call's kernels and arguments, as forward/call.py has them; it has no gradients."""
+    if 0 in (call.batch, call.heads_q, call.seqlen_q, call.seqlen_k):
+        return sixteen_bits.without_keys(call)
+    device = call.q.device
+    plan = Plan.of(call, planning.num_sms(device), config or config_of(call))
+    prepare, scale = (by_quantiser if call.precision is not None else by_transposer)(call)
+    attend, found = jit.compiled(LAUNCH, arguments, plan.config), sixteen_bits.seen_and_scored(call, plan, scale)
+    if call.precision is None:
+        found["made"] = _with_scales(call, found.get("made"))
+    elif isinstance(call.mask, Unread):
+        found["made"] = _with_ends(call, found.get("made"))
+    elif ends_ahead(call):
+        found["kept"] = False  # where they end is no tensor of the caller's
+
+    def compute(tensors: tuple[Tensor, ...], work: Work, band: Band, scores: Scores, beside: object = None) -> None:
+        q, k, v, o, lse = tensors
+        made, scales, values = prepare(q, k, v, beside)
+        attend((*made, o, lse, values), scales, work, band, scores)
+
+    return Bound(call, compute, lambda: sixteen_bits.work_of(plan, device), **found)
 
 
 def config_of(call: Call, **fields) -> Config:
@@ -112,47 +121,110 @@ def _wide_values(call: Call) -> bool:
 def quantiser_of(call: Call, **fields) -> QuantiserConfig:
     """fields: of `QuantiserConfig`, in place of the usual."""
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
-    usual = {"ends": _ends_ahead(call), "values": not _wide_values(call)}
+    usual = {"ends": ends_ahead(call), "values": not _wide_values(call)}
     return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **usual | fields)
 
 
-def quantise(call: Call, config: QuantiserConfig | None = None) -> tuple[Made, Scales, float]:
-    """The operands of a call with `precision`, their scales, and the softmax's without the rotation's growth; by `config` in place of the call's
-    own.
+def by_quantiser(call: Call, config: QuantiserConfig | None = None) -> tuple[Callable, float]:
+    """What makes operands of a call with `precision`, by `config` in place of its own; the softmax's scale, without the rotation's growth.
+
+    It takes q, k, v and, where they are a tensor of the caller's, `Given.ends`, and gives `Made`, `Scales` and `Tensors.values`.
     """
-    q, scale = sixteen_bits.positive_scale(call.q, call.scale)
-    config = config or quantiser_of(call)
-    made, scales, channels = scratch.of_quantiser(call, config)()
-    given = Given(*map(jit.aligned, (q, call.k, call.v)), _ends(call) if config.ends else None)
-    jit.compiled(QUANTISE, quantiser_arguments, config)(given, made, scales, channels, scale)
-    return made, scales, scale / config.head_dim
+    config, scale = config or quantiser_of(call), call.scale
+    launch, make = jit.compiled(QUANTISE, quantiser_arguments, config), scratch.of_quantiser(call, config)
+    turned, factor = (None, scale) if scale > 0.0 else (sixteen_bits.positive(scale), -scale if scale < 0.0 else 1.0)
+    known = _ends(call) if config.ends and not isinstance(call.mask, Unread) else None
+
+    def begin(stream: int | None) -> tuple:
+        made, _, channels = bundles = make(stream)
+        on_gpu = stream is not None and channels.is_cuda
+        return _operands(bundles, on_gpu), _operands(made, on_gpu)
+
+    at_hand = short.by_stream(call.q.device.index, begin, make.bytes <= KEPT_BYTES)
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None = None) -> tuple:
+        bundles, made = at_hand()
+        launch((q if turned is None else turned(q), k, v, known if ends is None else ends), *bundles, factor)
+        return made, bundles[1], v
+
+    return prepare, factor / config.head_dim
 
 
-def _ends_ahead(call: Call) -> bool:
+def by_transposer(call: Call) -> tuple[Callable, float]:
+    """Likewise of a call in 8 bits; what makes its operands takes q, k, v and the scales, as `scales_given` has them, spread."""
+    config, negated = transposer_of(call), call.scale <= 0.0
+    if negated:
+        _check_negative(call)
+    launch, make = jit.compiled(TRANSPOSE, transpose_arguments, config), scratch.of_transposer(call, config)
+
+    def begin(stream: int | None) -> tuple:
+        found = make(stream)
+        return _operands(found, stream is not None and found[0].is_cuda)
+
+    at_hand = short.by_stream(call.q.device.index, begin, make.bytes <= KEPT_BYTES)
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> tuple:
+        transposed, *made = at_hand()
+        tokens, scales = with_tokens(scales, *made)
+        q, k, v = q.view(torch.int8), k.view(torch.int8), v.view(torch.int8)
+        launch(v, transposed, tokens)
+        return (q ^ -128 if negated else q, k, transposed), scales, v
+
+    return prepare, -call.scale if negated else call.scale
+
+
+def _check_negative(call: Call) -> None:
+    """Of q in e4m3 another sign is another bit."""
+    if call.q.dtype != E4M3:
+        raise UnsupportedError(
+            f"scale must be positive beside q in int8, whose -128 has no negative, got {call.scale}; negate q and its scale's sign"
+        )
+
+
+def _operands(bundle: Sequence, on_gpu: bool) -> tuple:
+    """Each of the bundle's fields by `short.as_operand`."""
+    return tuple([short.as_operand(x, on_gpu) for x in bundle])
+
+
+def _with_ends(call: Call, made: Callable | None) -> Callable:
+    """What makes `Given.ends` of the tensors of `problem.Extras`, behind what `made` makes of them."""
+    device = call.q.device
+
+    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
+        found = () if made is None else made(bias, slopes, sink, rng)
+        return *found, documents.on_device(cu_seqlens_k, device)
+
+    return all_made
+
+
+def _with_scales(call: Call, made: Callable | None) -> Callable:
+    """Likewise the scales, as `scales_given` has them, spread."""
+    device, of_one = call.q.device, torch.empty((), dtype=torch.float32, device="meta")
+    spreads = [spread(of_one if x is None else x, shape) for x, shape in scales_given(call)]
+    layouts = [(x.shape, x.stride(), 0) for x in spreads]
+
+    def begin(stream: int | None) -> tuple:
+        found = [part(one(device), *layout) for layout in layouts]
+        return _operands(found, stream is not None and found[0].is_cuda)
+
+    ones = short.by_stream(device.index, begin)
+
+    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *scales):
+        found = () if made is None else made(bias, slopes, sink, rng)
+        return *found, [one if x is None else part(x, *layout) for x, one, layout in zip_longest(scales, ones(), layouts)]
+
+    return all_made
+
+
+def ends_ahead(call: Call) -> bool:
     """Whether keys that count may end before the tensors do, behind the last of packed documents."""
     mask = call.mask
     return isinstance(mask, Unread) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
 
 
 def _ends(call: Call) -> Tensor:
-    """As `Given` has it."""
-    mask, device = call.mask, call.k.device
-    if isinstance(mask, Unread):
-        return documents.on_device(mask.ends()[1], device)
-    return torch.full((1,), mask.cu_seqlens_k[-1], dtype=torch.int32, device=device)
-
-
-def given(call: Call) -> tuple[Made, Scales, float]:
-    """The operands of a call whose tensors have 8 bits, their scales and the softmax's."""
-    q, scale = call.q.view(torch.int8), call.scale
-    if scale <= 0.0:
-        q, scale = _negative(call), -scale
-    v = jit.aligned(call.v.view(torch.int8))
-    config = transposer_of(call)
-    transposed, *made = scratch.of_transposer(call, config)()
-    tokens, scales = with_tokens([spread(one(v.device) if x is None else x, shape) for x, shape in scales_given(call)], *made)
-    jit.compiled(TRANSPOSE, transpose_arguments, config)(v, transposed, tokens)
-    return Made(jit.aligned(q), jit.aligned(call.k.view(torch.int8)), transposed), scales, scale
+    """As `Given` has it, of `Documents`."""
+    return torch.full((1,), call.mask.cu_seqlens_k[-1], dtype=torch.int32, device=call.k.device)
 
 
 def with_tokens(
@@ -183,15 +255,6 @@ def scales_given(call: Call) -> list[tuple[Tensor | None, tuple[int, int, int]]]
 def transposer_of(call: Call) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim_v, call.head_dim_v)
     return configure_quantiser(torch.int8, torch.int8, head_dim, **_tokens(call))
-
-
-def _negative(call: Call) -> Tensor:
-    """-q, as int8."""
-    if call.q.dtype == E4M3:
-        return call.q.view(torch.int8) ^ -128
-    raise UnsupportedError(
-        f"scale must be positive beside q in int8, whose -128 has no negative, got {call.scale}; negate q and its scale's sign"
-    )
 
 
 def spread(scale: Tensor, shape: tuple[int, int, int]) -> Tensor:

@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import changes, packing, short
+from tilewise.backends.hopper.bound import Bound
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
-from tilewise.backends.hopper.repeat import Repeat
-from tilewise.backends.hopper.short import REPEAT_BYTES
 from tilewise.backends.tables import documents, runs
 from tilewise.masks import Unread
 from tilewise.masks.constructors import check_lengths
@@ -27,83 +26,56 @@ def forward(call: Call, config: Config | None = None) -> tuple[Tensor, ...]:
     """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32, and so row_max where the call wants it; by
     `config` in place of the call's own.
     """
-    o = output(call)
-    statistics = empty_statistics(call)
-    packed = packing.pack(call)
-    if packed is None:
-        _compute(call, o, *statistics, config=config)
-    else:
-        of_packed = empty_statistics(packed)
-        _compute(packed, packing.rows_of(call, o), *of_packed, config=config)
-        for of_call, each in zip(statistics, of_packed, strict=True):
-            packing.put_statistic(call, of_call, each)
-    return o, *statistics
+    return bind(call, config=config).results(call)
 
 
-def output(call: Call) -> Tensor:
-    """The call's own, where the kernel can write there."""
-    out = call.out
-    if out is not None and jit.in_place(out) and packing.pack(call) is None:
-        return out
-    return torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.out_dtype or call.q.dtype, device=call.q.device)
-
-
-def _compute(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None, *, config: Config | None) -> None:
-    """Write O, LSE and, where it is given, row_max."""
-    if lse.numel() == 0 or call.seqlen_k == 0:
-        return without_keys(call, o, lse, row_max)
-    plan = Plan.of(call, planning.num_sms(call.q.device), config)
-    q, scale = (call.q, call.scale) if plan.config.modified else positive_scale(call.q, call.scale)
-    kernel = jit.compiled(LAUNCH, arguments, plan.config)
-    with torch.cuda.device(q.device):
-        tensors = Tensors(*(jit.aligned(x) for x in (q, call.k, call.v)), o, lse)
-        kernel(tensors, work_of(plan, q.device), band_seen(call, plan), changes.scores(call, plan.config, scale, row_max))
-
-
-def without_keys(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None) -> None:
-    """Of rows that see nothing, or of none."""
-    o.zero_()
-    if row_max is not None:
-        row_max.fill_(-math.inf)
-    if call.sink is None:
-        lse.fill_(-math.inf)
-    else:
-        lse.copy_(call.sink[:, None].expand_as(lse))
-
-
-def repeat(call: Call, gradients: Callable) -> Repeat | None:
-    """The short way for more calls like this one (see runtime/repeats.py); `gradients(call)` gives that of their gradients."""
+def bind(call: Call, gradients: Callable | None = None, config: Config | None = None) -> Bound:
+    """The call's kernel and arguments; `gradients(call)` binds its gradients (bound.py)."""
     packed = packing.pack(call)
     computed = packed or call
-    if call.row_max or call.scale <= 0.0 or computed.q.numel() == 0 or computed.k.numel() == 0:
-        return None
-    if not all(map(jit.strided, (computed.q, computed.k, computed.v))):
-        return None
+    if 0 in (computed.batch, computed.heads_q, computed.seqlen_q, computed.seqlen_k):
+        return without_keys(call, gradients)
     device = call.q.device
-    plan = Plan.of(computed, planning.num_sms(device))
-    work, kernel = lambda: work_of(plan, device), jit.compiled(LAUNCH, arguments, plan.config)
-    found = again(computed, plan, call.scale)
-    if found is None:
-        return None
-    return Repeat(call, kernel, work, gradients, packed=packed, **found)
+    plan = Plan.of(computed, planning.num_sms(device), config)
+    kernel, scale = jit.compiled(LAUNCH, arguments, plan.config), call.scale
+    if scale <= 0.0 and not plan.config.modified:
+        kernel, scale = _with_a_positive_scale(kernel, scale)
+    work = lambda: work_of(plan, device)  # noqa: E731
+    return Bound(call, kernel, work, packed=packed, gradients=gradients, **seen_and_scored(computed, plan, scale))
 
 
-def again(call: Call, plan: Plan, scale: float) -> dict | None:
-    """What `Repeat` takes beside for calls like this one, which says what is seen and what becomes of scores; None where tables of that take much
-    memory.
-    """
+def without_keys(call: Call, gradients: Callable | None = None) -> Bound:
+    """Of rows that see nothing, or of none: O is 0, LSE that of the sink."""
+
+    def compute(tensors: tuple[Tensor, ...], _work: None, scores: Scores) -> None:
+        *_, o, lse = tensors
+        o.zero_()
+        if scores.row_max is not None:
+            scores.row_max.fill_(-math.inf)
+        if scores.sink is None:
+            lse.fill_(-math.inf)
+        else:
+            lse.copy_(scores.sink[:, None].expand_as(lse))
+
+    def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, *_others: Tensor | None) -> tuple[Scores]:
+        return (Scores(0.0, None, None, None, None, None, sink, None, 0),)
+
+    return Bound(call, compute, lambda: None, rest=(), made=made, gradients=gradients, kept=False)
+
+
+def seen_and_scored(call: Call, plan: Plan, scale: float) -> dict:
+    """What `Bound` takes beside for the call, which says what is seen and what becomes of scores."""
     found, config = {}, plan.config
-    if isinstance(call.mask, Unread):
-        if config.sees != "rows":
-            return None
-        found, bands = {"ahead": _ahead(call, plan)}, ()
+    if isinstance(call.mask, Unread) and config.sees == "rows":
+        found["ahead"], bands, reads = _ahead(call, plan), (), False
     else:
-        bands = (band_seen(call, plan),)
-    if all(x is None for x in (call.bias, call.alibi_slopes, call.sink, call.dropout)):
-        rest = *bands, changes.scores(call, config, scale)
-    else:
+        bands, reads = (band_seen(call, plan),), isinstance(call.mask, Unread)
+    if call.row_max or not call.bias is call.alibi_slopes is call.sink is call.dropout is None:
         rest, found["made"] = bands, _maker(call, config, scale)
-    return None if sum(x.nbytes for x in jit.tensors_of(rest)) > REPEAT_BYTES else found | {"rest": rest}
+    else:
+        rest = *bands, changes.scores(call, config, scale)
+    reads = reads or call.row_max or call.diagonal is not None
+    return found | {"rest": rest, "kept": not reads and sum(x.nbytes for x in jit.tensors_of(rest)) <= short.TABLE_BYTES}
 
 
 def _ahead(call: Call, plan: Plan) -> Callable:
@@ -129,14 +101,15 @@ def _ahead(call: Call, plan: Plan) -> Callable:
 
 
 def _maker(call: Call, config: Config, scale: float) -> Callable:
-    """What makes the scores' bundle from the tensors of `repeats.Beside`."""
+    """What makes the scores' bundle from the tensors of `repeats.Beside`, which may leave the random state to the call."""
     outer, inner, factor = changes.numbers(call, config, scale)
     shift, drawn, pairs = call.seqlen_k - call.seqlen_q, changes.drawer(call), config.bias_pairs
+    diagonal = changes.diagonal_of(call)
 
     def made(bias, slopes, sink, rng, *lengths):
         bias, slopes = changes.readable(bias, slopes, pairs)
         sink = None if sink is None else sink.float().contiguous()
-        return (Scores(outer, inner, factor, bias, slopes, None, sink, None, shift, drawn(rng)),)
+        return (Scores(outer, inner, factor, bias, slopes, diagonal, sink, None, shift, drawn(rng)),)
 
     return made
 
@@ -146,12 +119,6 @@ def kernels(call: Call) -> list[tuple]:
     config = planning.config_of(packing.pack(call) or call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
     return [*ahead, (LAUNCH, arguments, config)]
-
-
-def empty_statistics(call: Call) -> list[Tensor]:
-    """LSE and, where the call wants it, row_max."""
-    shape = call.batch, call.heads_q, call.seqlen_q
-    return [torch.empty(shape, dtype=torch.float32, device=call.q.device) for _ in range(1 + call.row_max)]
 
 
 def arguments(config) -> list:
@@ -247,8 +214,17 @@ def _tables(found: rows.Rows) -> RowTables:
     return RowTables(order, None, None, None, None, None, ends, walks)
 
 
-def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernel takes maxima of unscaled scores, so its scale is positive."""
-    if scale > 0.0:
-        return q, scale
-    return (-q, -scale) if scale < 0.0 else (torch.zeros_like(q), 1.0)
+def _with_a_positive_scale(kernel: Callable, scale: float) -> tuple[Callable, float]:
+    """The kernel takes maxima of unscaled scores, so its scale is positive: of other queries."""
+    turned = positive(scale)
+
+    def compute(tensors: tuple[Tensor, ...], *rest) -> None:
+        q, *others = tensors
+        kernel((turned(q), *others), *rest)
+
+    return compute, -scale if scale < 0.0 else 1.0
+
+
+def positive(scale: float) -> Callable[[Tensor], Tensor]:
+    """What gives the queries whose scores by a positive scale are those by `scale`, which is not."""
+    return torch.neg if scale < 0.0 else torch.zeros_like

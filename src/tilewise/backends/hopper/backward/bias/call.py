@@ -118,25 +118,8 @@ def kernel(call: Call, multiprocessors: int) -> tuple:
     return LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1)
 
 
-def compute(call: Call, tensors: tuple[Tensor, ...], statistics: Tensor, multiprocessors: int) -> Tensor:
-    """dB in the bias's shape and dtype. tensors: q, k, v and d_o as the copy engine reads them; statistics: L and -delta of `prepare`."""
-    parts, bias, launched = parts_of(call, multiprocessors), call.bias, kernel(call, multiprocessors)
-    config = launched[-1]
-    sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if config.whole else torch.float32, device=bias.device)
-    band = band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k)
-    (q, k, v, d_o), shift = tensors, call.seqlen_k - call.seqlen_q
-    jit.compiled(*launched)(
-        v,
-        d_o,
-        BiasTensors(q, k, *statistics, sums),
-        Band(*band, backward_tables.of_call(call, config)),
-        changes.changes(call, config)._replace(shift=shift),
-    )
-    return sums[0] if config.whole else sums.sum(0).to(bias.dtype)
-
-
-def repeat(call: Call, multiprocessors: int) -> Callable:
-    """`compute` for more calls like this one, from operands.Given, operands.Scratch and the operands.Changes of the kernel before."""
+def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes], Tensor]:
+    """What gives dB in the bias's shape and dtype, of the tensors of the kernels before."""
     parts, like, empty = parts_of(call, multiprocessors), call.bias, short.allocator(call.bias.device)
     config = config_of(call, by_rows(call), parts == 1)
     band = Band(
@@ -145,13 +128,13 @@ def repeat(call: Call, multiprocessors: int) -> Callable:
     kernel, shift, shape, dtype = jit.compiled(LAUNCH, arguments, config), call.seqlen_k - call.seqlen_q, (parts, *like.shape), like.dtype
     layout = shape, short.strides(shape), dtype if config.whole else torch.float32
 
-    def again(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
+    def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
         sums, (inner, factor, bias, slopes, diagonal, _, draw) = empty(*layout), changed
         changed = Changes(inner, factor, bias, slopes, diagonal, shift, draw)
         kernel(given.V, given.dO, BiasTensors(given.Q, given.K, scratch.lse, scratch.minus_delta, sums), band, changed)
         return sums.squeeze(0) if config.whole else sums.sum(0).to(dtype)
 
-    return again
+    return compute
 
 
 def arguments(config) -> list:

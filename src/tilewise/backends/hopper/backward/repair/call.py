@@ -18,14 +18,9 @@ def kernels(config: Config) -> list[tuple]:
     return [(LAUNCH, arguments, RepairConfig.of(config))] if config.repairs else []
 
 
-def compiled(config: Config) -> Callable | None:
-    """The launch, for gradients that kernels of that configuration compute."""
-    return next((jit.compiled(*each) for each in kernels(config)), None)
-
-
-def repeat(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairScalars] | None:
-    """The launch for calls like this one, and its numbers."""
-    launch = compiled(config)
+def bind(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairScalars] | None:
+    """The launch, for gradients that kernels of that configuration compute, and its numbers."""
+    launch = next((jit.compiled(*each) for each in kernels(config)), None)
     return None if launch is None else (launch, scalars_of(call, config, num_sms))
 
 

@@ -1,4 +1,4 @@
-"""The short way in 8 bits, with kernels and streams that need no GPU: what they are given, and which calls may take it."""
+"""Bound calls in 8 bits, with kernels and streams that need no GPU: what these are given, and which calls are kept."""
 
 import itertools
 from contextlib import nullcontext
@@ -24,10 +24,14 @@ class Stub(Hopper):
     """The backend on a CPU, whose kernels keep what they are given."""
 
     def __init__(self) -> None:
-        self.launches, self.captures, self.long = [], False, 0
+        self.launches, self.captures, self.binds, self.long = [], False, 0, 0
 
     def why_not(self, problem):
         return []
+
+    def bind(self, call):
+        self.binds += 1
+        return super().bind(call)
 
     def forward(self, call):
         self.long += 1
@@ -75,7 +79,7 @@ def span(x):
 @pytest.mark.parametrize("precision", ["int8", "int8_qk", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "sink": torch.zeros(4)}, {"mask": tw.PrefixLM(5)}], ids=str)
 def test_a_recipe(stub, precision, options):
-    """The kernels of the short way get what those of the long way do, in tensors that lie apart."""
+    """The kernels get the same at each call, in tensors that lie apart."""
     forms = []
     for _ in range(3):
         q, k, v = qkv()
@@ -95,13 +99,13 @@ def test_a_recipe(stub, precision, options):
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
         form = [(x.dtype, x.shape, x.stride()) for x in parts], tuple(scores)[:3], tuple(band)[:6], of_quantiser[4], (scales[6] is None)
         forms.append(form)
-    assert forms[0] == forms[1] == forms[2] and stub.long == 1 and len(stub.launches) == 6 and (scales[6] is None) == (precision == "fp8")
+    assert forms[0] == forms[1] == forms[2] and stub.binds == 1 and len(stub.launches) == 6 and (scales[6] is None) == (precision == "fp8")
 
 
 @pytest.mark.parametrize("per", [("head", "head", "head"), ("token", "tile", "tensor")])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_tensors_with_scales(stub, per, dim):
-    """Their scales are those of each call, spread as by the long way; without one it is 1."""
+    """Their scales are those of each call, spread; without one it is 1."""
     forms = []
     for _ in range(3):
         tensors, scales = given(per, dim)
@@ -116,7 +120,7 @@ def test_tensors_with_scales(stub, per, dim):
         for x, scale, heads, last in zip(found, scales.values(), (4, 2, 2), (20, 2, 2), strict=False):
             assert x.data_ptr() == scale.data_ptr() and x.shape == (2, heads, last)
         forms.append([(x.shape, x.stride()) for x in found[:3]])
-    assert all(form == forms[0] for form in forms) and stub.long == 1
+    assert all(form == forms[0] for form in forms) and stub.binds == 1
     for _ in range(2):
         tw.attention(*tensors, k_scale=scales["k_scale"])
         *_, (_, (_, found, *_)) = stub.launches
@@ -145,7 +149,7 @@ def test_scales_of_tokens(stub, per, dim):
         assert (found[1] == 1.0).all() if wide[0] else found[1].data_ptr() == scales["k_scale"].data_ptr()
         assert found[2] is units if wide[1] else found[2].data_ptr() == scales["v_scale"].data_ptr()
         forms.append([x is None or (x.shape, x.stride()) for x in (*found, *tokens)])
-    assert all(form == forms[0] for form in forms) and stub.long == 1
+    assert all(form == forms[0] for form in forms) and stub.binds == 1
 
 
 def test_which_tensors_there_are_is_told_apart(stub):
@@ -165,10 +169,10 @@ def test_which_tensors_there_are_is_told_apart(stub):
         *_, (_, (_, found, *_)) = stub.launches
         want = [kind.get(name, eight_bits.one(a.device)).data_ptr() for name in scales]
         assert [x.data_ptr() for x in found[:3]] == want
-    assert stub.long == len(repeats._KNOWN) == len(kinds)
+    assert stub.binds == len(repeats._KNOWN) == len(kinds)
     for precision in (None, "int8", "fp8") * 3:
         tw.attention(*qkv(), precision=precision)
-    assert stub.long == len(repeats._KNOWN) == len(kinds) + 3
+    assert stub.binds == len(repeats._KNOWN) == len(kinds) + 3
 
 
 def test_bad_input_after_good_gets_its_error(stub):
@@ -192,19 +196,20 @@ def test_bad_input_after_good_gets_its_error(stub):
             tw.attention(*bad[:3], **bad[3])
 
 
-def test_what_has_no_short_way(stub):
+def test_what_is_not_kept(stub):
     leaves = [x.requires_grad_() for x in qkv()]
     (q, k, v), scales = given()
     for _ in range(2):
         tw.attention(*leaves, precision="int8")
         tw.attention(q, k, v, **scales, scale=-1.0)
+        assert torch.equal(stub.launches[-1][1][0][0].view(E4M3).float(), -q.float())
         tw.attention(q, k, v, **{name: x.half() for name, x in scales.items()})
         tw.attention(q, k, v, **scales, return_max_logits=True)
-    assert stub.long == 8 and not repeats._KNOWN
+    assert stub.long == 6 and stub.binds == len(repeats._KNOWN) == 1  # of the negative scale
     with torch.no_grad():
         for _ in range(2):
             tw.attention(*leaves, precision="int8")
-    assert stub.long == 9
+    assert stub.long == 6 and stub.binds == len(repeats._KNOWN) == 2
 
 
 def test_a_graph_has_a_one_of_its_own(stub):
@@ -218,7 +223,7 @@ def test_a_graph_has_a_one_of_its_own(stub):
     captured = [of_q() for _ in range(2)]
     assert not eight_bits._ONES
     stub.captures = False
-    assert of_q() == of_q() == eight_bits.one(q.device).data_ptr() and stub.long == 1 and len(captured) == 2
+    assert of_q() == of_q() == eight_bits.one(q.device).data_ptr() and stub.binds == 1 and len(captured) == 2
 
 
 def test_nothing_of_a_call_is_held(stub):

@@ -1,4 +1,4 @@
-"""The gradients of a call like one before: everything but tensors was found once, so that Python only allocates and launches."""
+"""Gradients whose kernels and arguments were found once, so that Python only allocates and launches."""
 
 import math
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from tilewise.sm90.jit import aligned, readable, rows, steps
 KEPT_BYTES = 1 << 18  # larger scratch is allocated anew; its kernels take longer than that
 
 
-class Repeat:
+class Bound:
     """Gradients of tensors like those of `call`, on whichever stream is current.
 
-    Little scratch is kept, one a stream, as in hopper/repeat.py. A call takes it away while it launches its kernels: those of two threads may
+    Little scratch is kept, one a stream, as in hopper/bound.py. A call takes it away while it launches its kernels: those of two threads may
     alternate on a stream.
     """
 
@@ -37,13 +37,16 @@ class Repeat:
         made: Callable[..., tuple] | None = None,
         of_bias: Callable | None = None,
         of_sink: Callable | None = None,
+        gradient: Callable[[Tensor], Tensor] = gradient_like,
+        kept: bool = True,
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
         scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that
-        follows, and its numbers. made: what makes `rest` of the call's other tensors (`repeats.Beside`), where there are any. of_bias(Given, Scratch,
-        Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink.
+        follows, and its numbers. made: what makes `rest` of the call's other tensors (`problem.Extras`), where there are any. of_bias(Given, Scratch,
+        Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient: how an input's gradient lies. kept: as in `backends.Bound`.
         """
+        self.kept = kept
         self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
         self.turns, self.scalars = short.as_operand(turns, on_gpu), tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True))
@@ -53,10 +56,10 @@ class Repeat:
             self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
-        self.gradients = _layout(call.q, partial is None), _layout(call.k), _layout(call.v)
+        self.gradients = tuple(_layout(x, gradient(x), x is not call.q or partial is None) for x in (call.q, call.k, call.v))
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in scratch)
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, scratch))
-        self.keeps, self.kept = partial is None and size <= KEPT_BYTES, {}
+        self.keeps, self.scratch_of = kept and partial is None and size <= KEPT_BYTES, {}
 
     def __call__(
         self,
@@ -67,13 +70,13 @@ class Repeat:
         lse: Tensor,
         d_o: Tensor,
         d_lse: Tensor | None,
-        beside: tuple[Tensor | None, ...],
+        extras: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         """LSE is contiguous; O, dO and dLSE may have any strides."""
         if short.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+                return self(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
         captures = short.capturing()
         if captures:
             hold(self.tables)
@@ -84,9 +87,9 @@ class Repeat:
         d_q, d_k, d_v = gradients = Gradients(*(self.empty(*each) for each in self.gradients))
         keeps = self.keeps and not captures  # a graph may be replayed on any stream
         stream = short.current_stream(self.device) if keeps else None
-        kept = self.kept.pop(stream, None) if keeps else None
+        kept = self.scratch_of.pop(stream, None) if keeps else None
         scratch, operand, spoiled = kept = kept or self._scratch(d_q, keeps)
-        rest = self.rest if self.made is None else self.made(*beside)
+        rest = self.rest if self.made is None else self.made(*extras)
         rest = self.turns, self.scalars[d_lse is not None], *rest
         given = Given(q, k, v, o, lse, d_o, lse if d_lse is None else rows(d_lse))
         try:
@@ -98,10 +101,12 @@ class Repeat:
             *_, band, changes = rest
             seen = self.seen if self.made is None else repairs.band(band)
             self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
+        if bias_grad and not keeps:  # whose sums take what memory is free by now
+            scratch, kept, operand, spoiled = Scratch(*scratch[:2], None, None, None, None, None), None, None, None
         d_bias = self.of_bias(given, scratch, rest[-1]) if bias_grad else None
-        d_sink = None if self.of_sink is None else self.of_sink(beside[2], scratch.lse, scratch.minus_delta)
+        d_sink = None if self.of_sink is None else self.of_sink(extras[2], scratch.lse, scratch.minus_delta)
         if keeps:
-            self.kept[stream] = kept
+            self.scratch_of[stream] = kept
         return d_q, d_k, d_v, d_bias, d_sink
 
     def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
@@ -113,7 +118,6 @@ class Repeat:
         return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
 
 
-def _layout(x: Tensor, any_strides: bool = True) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Shape, strides and dtype of x's gradient, which lies as x where the kernels can write it so."""
-    found = steps(gradient_like(x)) if any_strides else None
-    return tuple(x.shape), found or short.strides(x.shape), x.dtype
+def _layout(x: Tensor, gradient: Tensor, any_strides: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Shape, strides and dtype of x's gradient, which lies as `gradient` where the kernels can write it so."""
+    return tuple(x.shape), (steps(gradient) if any_strides else None) or short.strides(x.shape), x.dtype

@@ -1,4 +1,4 @@
-"""The short way to a kernel, with a kernel and streams that need no GPU."""
+"""Calls whose kernel and arguments are found once, with kernels and streams that need no GPU."""
 
 import itertools
 import math
@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
 from tilewise import api
-from tilewise.backends.hopper import Hopper, repeat, short
+from tilewise.backends.hopper import Hopper, bound, short
+from tilewise.backends.hopper.backward import bound as backward_bound
 from tilewise.backends.hopper.backward import call as backward_call
 from tilewise.backends.hopper.backward import plan as backward_plan
-from tilewise.backends.hopper.backward import repeat as backward_repeat
 from tilewise.backends.hopper.backward.bias import call as bias_call
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.forward import call as forward
@@ -79,7 +79,7 @@ def qkv(seqlen=5, head_dim_v=64, dtype=BF16):
 def make(q, k, v, number=1.5):
     kernel = Kernel()
     call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0)
-    return repeat.Repeat(call, kernel, lambda: (torch.zeros(1, dtype=torch.int32),), None, rest=((number,), (0.5,))), kernel
+    return bound.Bound(call, kernel, lambda: (torch.zeros(1, dtype=torch.int32),), rest=((number,), (0.5,))), kernel
 
 
 @pytest.mark.parametrize("head_dim_v", [64, 40])
@@ -115,7 +115,7 @@ def test_an_lse_that_is_wanted_is_the_callers(device):
 
 
 def test_a_large_lse_is_not_kept(device, monkeypatch):
-    monkeypatch.setattr(repeat, "KEPT_BYTES", 2 * 3 * 5 * 4 - 1)
+    monkeypatch.setattr(bound, "KEPT_BYTES", 2 * 3 * 5 * 4 - 1)
     again, _ = make(*qkv())
     first, second = (again.forward(*qkv(), repeats.ALONE, False)[1] for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
@@ -258,23 +258,21 @@ def stub(device, monkeypatch):
     repeats.forget()
 
 
-def test_calls_like_one_before_take_it(stub, monkeypatch):
+def test_a_bound_call_serves_more(stub, monkeypatch):
     first, second = qkv(), qkv()
+    monkeypatch.setattr(stub, "forward", None)
     tw.attention(*first, causal=True)
-    monkeypatch.setattr(stub, "forward", None)  # the long way
     torch.testing.assert_close(tw.attention(*second, causal=True), Tiled().forward(_causal(*second))[0], atol=0, rtol=0)
     assert stub.forwards == 2
 
 
-def test_gradients_after_the_short_way(stub, monkeypatch):
+def test_gradients(stub, monkeypatch):
+    without_the_operators(monkeypatch, stub)
     results, x = [], [each.requires_grad_() for each in qkv()]
-    for turn in range(3):
-        if turn == 1:  # the long ways
-            monkeypatch.setattr(stub, "forward", None)
-            monkeypatch.setattr(stub, "backward", None)
+    for _ in range(3):
         o = tw.attention(*x, causal=True)
         results.append((o, *torch.autograd.grad(o, x, torch.ones_like(o))))
-    assert stub.forwards == stub.backwards == 3 and stub.repairs == 2 and len(repeats._KNOWN) == 1
+    assert stub.forwards == stub.backwards == stub.repairs == 3 and len(repeats._KNOWN) == 1
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
@@ -301,7 +299,7 @@ def run(attend, tensors, options, return_lse):
     return *results, *torch.autograd.grad(results, leaves, d_results)
 
 
-def without_long_ways(monkeypatch, stub):
+def without_the_operators(monkeypatch, stub):
     monkeypatch.setattr(stub, "forward", None)
     monkeypatch.setattr(stub, "backward", None)
 
@@ -330,7 +328,7 @@ def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
     with monkeypatch.context() as patched:
         patched.setattr(repeats, "find", lambda *_: None)
         long = run(tw.attention, x, options, return_lse)
-    without_long_ways(monkeypatch, stub)
+    without_the_operators(monkeypatch, stub)
     for a, b in zip(run(tw.attention, x, options, return_lse), long, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
     assert len(repeats._KNOWN) == 1
@@ -352,7 +350,7 @@ def test_dropout_is_drawn_at_each_call(stub, monkeypatch, kind, dtype):
     with monkeypatch.context() as patched:
         patched.setattr(repeats, "find", lambda *_: None)
         long = results()
-    without_long_ways(monkeypatch, stub)
+    without_the_operators(monkeypatch, stub)
     short = results()
     for a, b in itertools.chain(*(zip(*each, strict=True) for each in zip(short, long, strict=True))):
         torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
@@ -377,7 +375,7 @@ def test_dropout_of_drop_ins(stub, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(repeats, "find", lambda *_: None)
         long = results()
-    without_long_ways(monkeypatch, stub)
+    without_the_operators(monkeypatch, stub)
     monkeypatch.setattr(sdpa, "attention", None)
     short = results()
     assert all(torch.equal(a, b) for each in zip(short, long, strict=True) for a, b in zip(*each, strict=True))
@@ -399,7 +397,7 @@ def test_dropout_of_documents(stub, monkeypatch):
     options = {"causal": True, "dropout_p": 0.5, "dropout_seed": 4, "dropout_offset": 2}
     x = packed()
     long = run(tw.attention_varlen, (*x, cu, cu), options, True)
-    without_long_ways(monkeypatch, stub)
+    without_the_operators(monkeypatch, stub)
     short = run(tw.attention_varlen, (*x, cu, cu), options, True)
     other, _ = tw.attention_varlen(*x, cu, cu, **options | {"dropout_seed": 5}, return_lse=True)
     assert all(map(torch.equal, short, long)) and not torch.equal(other, short[0])
@@ -472,7 +470,7 @@ def test_documents(stub, monkeypatch, return_lse, sink):
         changed = change()
         ends, x = (changed, changed), packed()
         with monkeypatch.context() as patched:
-            without_long_ways(patched, stub)
+            without_the_operators(patched, stub)
             short = run(attend, x, options, return_lse)
         with monkeypatch.context() as patched:
             patched.setattr(repeats, "find", lambda *_: None)
@@ -546,7 +544,7 @@ def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
         with torch.no_grad():
             tw.attention(*tensors(), **options, return_lse=return_lse)
             with monkeypatch.context() as patched:
-                without_long_ways(patched, stub)
+                without_the_operators(patched, stub)
                 short = tw.attention(*x, **options, return_lse=return_lse)
         assert all(map(torch.equal, short if return_lse else (short,), long)) and (short[0] if return_lse else short).is_contiguous()
     monkeypatch.setattr(stub, "forward", None)
@@ -559,7 +557,7 @@ def gradients_of(kernel, *scratch):
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
-    again = backward_repeat.Repeat(call, launch, scratch + none, None, (), lambda has: (), ())
+    again = backward_bound.Bound(call, launch, scratch + none, None, (), lambda has: (), ())
     return partial(again, q, q, q, q, lse, q, None, repeats.ALONE, False)
 
 
@@ -594,10 +592,10 @@ def test_scratch_of_gradients_is_nobody_elses_while_kernels_are_launched(device)
 
 def test_large_scratch_of_gradients_is_not_kept(device):
     kept = []
-    for size in (backward_repeat.KEPT_BYTES, backward_repeat.KEPT_BYTES + 4):
+    for size in (backward_bound.KEPT_BYTES, backward_bound.KEPT_BYTES + 4):
         compute = gradients_of(lambda scratch: None, ((size // 4,), torch.float32))
         compute()
-        kept.append(bool(compute.func.kept))
+        kept.append(bool(compute.func.scratch_of))
     assert kept == [True, False]
 
 

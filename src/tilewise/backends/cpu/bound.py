@@ -1,0 +1,180 @@
+"""A call whose arguments the kernel has been given once; what is left is to say where its tensors lie."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, get_num_threads
+
+from tilewise.backends.cpu import abi
+from tilewise.backends.cpu.arguments import CPU, add_dropout, add_tensors, in_order, plain, rows, set_broadcast, set_tensor, workspace
+from tilewise.backends.cpu.native import Library, failure
+from tilewise.backends.cpu.planes import nbytes
+from tilewise.backends.cpu.ways import choose_backward, choose_forward
+from tilewise.errors import check_memory
+from tilewise.masks import Unread
+from tilewise.problem import Call, gradient_like
+
+KEPT_BYTES = (
+    64 << 10
+)  # a call whose mask has larger tables takes so long that to keep it saves nothing, and many such calls take much memory
+
+
+class Bound:
+    """See `backends.Bound`. Rows of q, k and v are contiguous.
+
+    most: as `choose_forward` has it; None where only gradients are asked for. gradient: what says, on the meta device, how an input's gradient lies.
+    """
+
+    def __init__(
+        self, call: Call, library: Library, isa: int, most: int | None, gradient: Callable[[Tensor], Tensor] = gradient_like
+    ) -> None:
+        batch, seqlen_q, heads_q, _ = call.q.shape
+        self.args, self.lse_shape = plain(call.q, call.k, call.v, call.scale, call.softcap, isa), (batch, heads_q, seqlen_q)
+        self.tables, self.gradient = [] if most is None else choose_forward(self.args, call, most), gradient
+        self.like = replace(
+            call, **{name: _on_meta(getattr(call, name)) for name in ("q", "k", "v")}, bias=None, alibi_slopes=None, sink=None, out=None
+        )
+        self.changed = call.dropout is not None or call.diagonal is not None
+        o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device="meta")
+        self.new_o, self.new_gradients = _maker(o, call.q), None
+        for field in (self.args.o, self.args.d_o):
+            field.batch, field.seq, field.head, _ = o.stride()
+        self.address, self.functions = ctypes.addressof(self.args), library.functions
+        self.run, self.run_back = library.functions.tw_repeat, library.functions.tw_repeat_backward
+        if 0 in self.lse_shape:
+            self.run = _nothing
+        if 0 in (batch, heads_q):
+            self.run_back = _nothing
+        self.workspace_bytes: dict[tuple, int] = {}  # of the backward, by number of threads, and what else is asked for
+        if call.grad:
+            self._prepare_backward()
+
+    @property
+    def kept(self) -> bool:
+        """Not where the call depends on what tensors hold, or its mask's tables are large."""
+        reads = self.like.diagonal is not None or isinstance(self.like.mask, Unread)
+        return not reads and nbytes(self.tables) <= KEPT_BYTES
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """O, always contiguous, and LSE where it is wanted."""
+        o = self.new_o(q)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32) if with_lse or self.args.documents else None
+        args, keep = self.arguments(extras)
+        self._run(args, q, k, v, o, lse)
+        del keep
+        return o, lse
+
+    def results(self, call: Call) -> tuple[Tensor, ...]:
+        """As `Backend.forward`, of the bound call itself."""
+        o = self.new_o(call.q) if call.out is None else call.out
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=CPU)
+        args, keep = self.arguments((call.bias, call.alibi_slopes, call.sink, None))
+        set_tensor(args.o, o)
+        if not call.row_max:
+            row_max = ()
+        else:
+            row_max = (torch.empty_like(lse),)
+            args.row_max = row_max[0].data_ptr()
+        self._run(args, call.q, call.k, call.v, o, lse)
+        del keep
+        return o, lse, *row_max
+
+    def _run(self, args: abi.Args, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor | None) -> None:
+        at_q, at_k, at_v, at_lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), None if lse is None else lse.data_ptr()
+        if not (at_q and at_k and at_v):
+            check_memory(q=q, k=k, v=v)
+        address = self.address if args is self.args else ctypes.addressof(args)
+        if status := self.run(address, get_num_threads(), at_q, at_k, at_v, o.data_ptr(), at_lse):
+            raise failure(status)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        extras: tuple[Tensor | None, ...],
+        bias_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
+        if self.new_gradients is None:
+            self._prepare_backward()
+        (bias, _, sink, *_), (args, keep), o = extras, self.arguments(extras), o.contiguous()
+        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=CPU) if bias_grad else None
+        d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float32, device=CPU)
+        turned = not d_o.is_contiguous()
+        if turned or (d_lse, d_bias, d_sink) != (None, None, None):
+            args = args if args is not self.args else abi.Args.from_buffer_copy(args)
+            if turned:
+                d_o = rows(d_o)
+                set_tensor(args.d_o, d_o)
+            if d_lse is not None:
+                d_lse = in_order(d_lse)
+                args.d_lse = d_lse.data_ptr()
+            if d_bias is not None:
+                set_broadcast(args.dbias, d_bias)
+            if d_sink is not None:
+                args.dsink = d_sink.data_ptr()
+        new_dq, new_dk, new_dv = self.new_gradients
+        dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
+        threads = get_num_threads()
+        kind = threads, d_lse is None, bias_grad
+        size = self.workspace_bytes.get(kind)
+        if size is None:
+            sized = abi.Args.from_buffer_copy(args)
+            sized.threads = threads
+            self.workspace_bytes[kind] = size = self.functions.tw_backward_workspace(ctypes.byref(sized))
+        memory, start = workspace(size)
+        inputs = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), d_o.data_ptr()
+        if 0 in inputs:
+            check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
+        address = self.address if args is self.args else ctypes.addressof(args)
+        if status := self.run_back(address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
+            raise failure(status)
+        del memory, keep
+        return dq, dk, dv, None if d_bias is None else d_bias.to(bias.dtype), None if d_sink is None else d_sink.to(sink.dtype)
+
+    def _prepare_backward(self) -> None:
+        self.tables = [*self.tables, *choose_backward(self.args, self.like)]
+        inputs = self.like.q, self.like.k, self.like.v
+        gradients = [self.gradient(x) for x in inputs]
+        for field, x in zip((self.args.dq, self.args.dk, self.args.dv), gradients, strict=True):
+            field.batch, field.seq, field.head, _ = x.stride()
+        self.new_gradients = tuple(map(_maker, gradients, inputs))
+
+    def arguments(self, extras: tuple[Tensor | None, ...]) -> tuple[abi.Args, list]:
+        """The kernel's arguments with the call's other tensors, and what must stay alive while it runs."""
+        bias, slopes, sink, rng, *_ = extras
+        if bias is slopes is sink is None and not self.changed:
+            return self.args, []
+        check_memory(bias=bias, alibi_slopes=slopes, sink=sink)
+        args, keep = add_tensors(abi.Args.from_buffer_copy(self.args), bias, slopes, sink)
+        if self.like.dropout is not None:
+            add_dropout(args, self.like.dropout if rng is None else self.like.dropout.drawn_by(rng))
+        if self.like.diagonal is not None:
+            keep.append(diagonal := self.like.diagonal.long().contiguous())
+            args.diagonal = diagonal.data_ptr()
+        return args, keep
+
+
+def _nothing(*_given: object) -> int:
+    """In place of a kernel that has no element to compute."""
+    return 0
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _maker(made: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a tensor that lies as `made` from one that lies as `like`; empty_like takes 1 us, new_empty_strided 2."""
+    shape, strides = made.shape, made.stride()
+    same = like.shape == shape and like.stride() == strides  # so that it is dense
+    return torch.empty_like if same else lambda x: x.new_empty_strided(shape, strides)

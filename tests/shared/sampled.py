@@ -1,0 +1,77 @@
+"""Of parametrised repetitions a sample runs, by a seed of the day, and all where tests may be slow.
+
+`@pytest.mark.sampled(0.2)` takes a fifth of a test's cells, at least one of each kind: each value that more than one of them has, of an argument
+or of a field of one. The others are marked slow. A test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1.
+"""
+
+import datetime
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from random import Random
+
+import pytest
+
+TODAY = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
+SEED = os.environ.setdefault("TILEWISE_TEST_SEED", TODAY)  # pytest-xdist's workers inherit it: they must agree
+SHARE = float(os.environ.setdefault("TILEWISE_TEST_SHARE", "1"))
+FEW = 4  # cells of a test that is not marked, which are not worth a choice
+
+
+def chosen(cells: Sequence[set[Hashable]], share: float, seed: str) -> set[int]:
+    """The places of a `share` of the cells, each the set of its properties: a random one, in which every property of at least two cells is."""
+    order = list(range(len(cells)))
+    Random(seed).shuffle(order)
+    missing = {kind for kind, number in Counter(kind for cell in cells for kind in cell).items() if number > 1}
+    found = []
+    for place in order:
+        if missing & cells[place]:
+            found.append(place)
+            missing -= cells[place]
+    rest = [place for place in order if place not in found]
+    return {*found, *rest[: max(0, math.ceil(share * len(cells)) - len(found))]}
+
+
+def of_names(names: Sequence[str], share: float, seed: str) -> list[str]:
+    """A sample of cells that are named by their properties, "one; another"."""
+    places = chosen([set(enumerate(name.split("; "))) for name in names], share * SHARE, f"{SEED} {seed}")
+    return [name for place, name in enumerate(names) if place in places]
+
+
+def properties(item: pytest.Item) -> set[Hashable]:
+    found = set()
+    for name, value in item.callspec.params.items():
+        if is_dataclass(value):
+            found |= {(name, field.name, repr(getattr(value, field.name))) for field in fields(value)}
+        else:
+            found.add((name, repr(value)))
+    return found
+
+
+def _share(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("sampled")
+    return (mark.args[0] if mark else 1.0) * SHARE
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    grids = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow") and _share(item) < 1.0:
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for name, grid in grids.items():
+        if len(grid) <= FEW and not grid[0].get_closest_marker("sampled"):
+            continue
+        kept = chosen([properties(item) for item in grid], _share(grid[0]), f"{SEED} {name}")
+        for place, item in enumerate(grid):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Said ahead of the tests, as -q leaves out the header."""
+    if not hasattr(session.config, "workerinput"):
+        session.config.get_terminal_writer().line(f"TILEWISE_TEST_SEED={SEED} TILEWISE_TEST_SHARE={SHARE:g}")

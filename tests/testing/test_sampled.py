@@ -1,0 +1,46 @@
+"""What a day's sample of a grid holds (tests/shared/sampled.py)."""
+
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+from sampled import chosen, of_names
+
+GRID = [set(enumerate(cell)) for cell in product("abc", "xyz", range(6))]
+
+
+@pytest.mark.parametrize("seed", ["20260101", "20260102"])
+def test_every_kind_is_there(seed):
+    found = chosen(GRID, 0.2, seed)
+    assert set.union(*(GRID[place] for place in found)) == set.union(*GRID) and len(found) == 11
+    assert found == chosen(GRID, 0.2, seed) != chosen(GRID, 0.2, "another day")
+    assert chosen(GRID, 1.0, seed) == set(range(len(GRID)))
+    assert set.union(*(GRID[place] for place in chosen(GRID, 0.0, seed))) == set.union(*GRID)
+
+
+def test_what_one_cell_alone_has_is_no_kind():
+    assert len(chosen([{("seed", n)} for n in range(40)], 0.1, "")) == 4
+
+
+def test_names():
+    names = [f"{one}; {another}" for one, another in product("abcd", "xy")]
+    assert {part for name in of_names(names, 0.0, "") for part in name.split("; ")} == set("abcdxy")
+
+
+def test_in_pytest(tmp_path):
+    """Those of a day and those marked slow are the whole grid, and each is in one of them."""
+    path = tmp_path / "test_grid.py"
+    path.write_text(
+        "import pytest\n@pytest.mark.sampled(0.1)\n@pytest.mark.parametrize('a', range(9))\n@pytest.mark.parametrize('b', 'xyz')\n"
+        "def test_grid(a, b): pass\n"
+    )
+    where = [str(path), "-q", "--collect-only", "-p", "sampled", "-c", "/dev/null", "-o", "markers=slow"]
+    found = []
+    for words in ("not slow", "slow"):
+        run = [sys.executable, "-m", "pytest", *where, "-m", words]
+        shared = Path(__file__).parents[1] / "shared"
+        found.append(subprocess.run(run, env={"PYTHONPATH": str(shared)}, capture_output=True, text=True, check=True).stdout)
+    fast, slow = ({line for line in text.splitlines() if "::" in line} for text in found)
+    assert len(fast) == 9 and len(slow) == 18 and not fast & slow and found[0].startswith("TILEWISE_TEST_SEED=2")
