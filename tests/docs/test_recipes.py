@@ -169,15 +169,124 @@ if not jit.why_no_compiler():
 """,
 )
 
-RECIPES = {"mask": MASK, "backend": BACKEND, "rung": RUNG}
+OF_CALLS = {  # what the recipe for an argument of attention adds to problem.py; the two below go on from there
+    "problem.py": [
+        ("    dropout: Dropout | None = None\n", "    warmth: Tensor | None = None\n"),
+        ("\n    @property\n    def eight_bits", "    warmth: bool = False\n"),
+        ("        )\n\n    @property\n    def scales", "            self.warmth is not None,\n"),
+    ],
+}
+
+# A factor for each query head's scores, which no release has.
+HOPPER = Recipe(
+    "Adding an argument that a Hopper kernel computes",
+    {},
+    OF_CALLS
+    | {
+        "backends/hopper/score_changes.py": [
+            ("    dropout: bool = False", "    warmth: bool = False\n"),
+            ("self.alibi or self.bias is not None", "self.warmth or "),
+        ],
+        "backends/hopper/operands.py": [("\n\n\nclass Changes(NamedTuple)", "\n    warmth: Tensor | None = None")],
+        "backends/hopper/changes.py": [
+            ('        "dropout": call.dropout is not None,\n', '        "warmth": call.warmth is not None,\n'),
+            (")\n\n\ndef numbers", ", call.warmth"),
+        ],
+        "backends/hopper/forward/call.py": [
+            ("call.row_max or call.diagonal is not None", "call.warmth is not None or "),
+            ("),)\n\n    return made", ", call.warmth"),
+            (")\n    return _stand_in_of_work(config)", ", jit.tensor(Float32, heads_q, aligned=False) if config.warmth else None"),
+        ],
+        "backends/hopper/packing.py": [("call.dropout)):  # which differ by head", "call.warmth, ")],
+        "backends/hopper/coverage.py": [
+            (
+                "    if problem.grad:\n        wrong += ",
+                '    wrong += ["it has no gradient with warmth"] if problem.grad and problem.warmth else []\n',
+            )
+        ],
+        "backends/hopper/forward/scores.py": [
+            (
+                "            for c in range_constexpr(0, cute.size(S, mode=[1]), 2):  # two",
+                "            if const_expr(config.warmth):\n"
+                "                for c in range_constexpr(cute.size(S, mode=[1])):\n"
+                "                    S[r, c] = S[r, c] * terms.warmth\n",
+            ),
+            ("\n\n\nclass Statistics", "\n    warmth: Float32 | None = None"),
+            ("    return Terms(", "    warmth = scores.warmth[block.head] if const_expr(config.warmth) else None\n"),
+            (")\n\n\n@cute.jit\ndef bias_of", ", warmth"),
+            (
+                "    return logit(s, bias, distance, scores, slope, config)\n",
+                "    if const_expr(config.warmth):\n        s = s * scores.warmth[block.head]\n",
+            ),
+        ],
+    },
+    """
+from tilewise.backends.hopper import coverage
+from tilewise.masks import Full
+from tilewise.problem import Call
+from tilewise.sm90 import jit
+
+q, k, v = torch.zeros(3, 1, 300, 4, 64, dtype=torch.bfloat16)
+call = Call(q=q, k=k, v=v, mask=Full(), scale=0.125, warmth=torch.ones(4))
+assert call.problem.warmth
+launch, arguments, config = coverage.kernels(call)[-1]
+assert config.warmth and config.natural
+if not jit.why_no_compiler():
+    scores = arguments(config)[-1]
+    assert scores.warmth is not None and scores.bias is None
+    assert jit.compiled(launch, arguments, config) is not None
+""",
+)
+
+DECODE = Recipe(
+    "Adding an argument of decode",
+    {},
+    {
+        "problem.py": [
+            ('    rotary: "Rotary | None" = None', "    warmth: Tensor | None = None\n"),
+            ("    k_scale: Tensor | None\n", "    warmth: Tensor | None\n"),
+        ],
+        "decoding.py": [
+            ("    k_scale: Tensor | None = None,\n    v_scale: Tensor | None = None,\n    out", "    warmth: Tensor | None = None,\n"),
+            ("k_scale, v_scale,\n        k, v, rotary_cos", "warmth, "),
+            ("        k_scale=k_scale,\n        v_scale=v_scale,\n        mask_tensors", "        warmth=warmth,\n"),
+        ],
+        "runtime/decode_operator.py": [
+            ("    k_scale: Tensor | None\n", "    warmth: Tensor | None\n"),
+            ('"sink": call.sink}', '"warmth": call.warmth, '),
+        ],
+        "backends/sequences.py": [("        sink=call.sink,\n", "        warmth=call.warmth,\n")],
+    },
+    """
+from dataclasses import replace
+import tilewise as tw
+from tilewise.backends.tiled import Tiled
+
+plain, seen = Tiled.forward, []
+
+def forward(self, call):
+    seen.append(call.problem.warmth)
+    return plain(self, call if call.warmth is None else replace(call, q=call.q * call.warmth[:, None], warmth=None))
+
+Tiled.forward = forward
+q, (k, v), lengths = torch.randn(2, 1, 4, 8), torch.randn(2, 2, 20, 2, 8), torch.tensor([3, 17], dtype=torch.int32)
+for warmth in (torch.tensor([1.0, 0.5, 2.0, 3.0]), torch.tensor([2.0, 1.0, 0.5, 4.0])):  # the second is a cached call, where the backend binds it
+    got = tw.decode(q, k, v, cache_seqlens=lengths, warmth=warmth, backend="tiled")
+    torch.testing.assert_close(got, tw.decode(q * warmth[:, None], k, v, cache_seqlens=lengths, backend="tiled"))
+assert set(seen) == {False, True} and "Tensor? warmth" in str(torch.ops.tilewise.decode.default._schema)
+""",
+)
+
+RECIPES = {"mask": MASK, "backend": BACKEND, "rung": RUNG, "hopper": HOPPER, "decode": DECODE}
 
 PROGRAM = """
 import json, os, sys, traceback, warnings
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
 sys.path.insert(0, sys.argv[1])
-os.environ.update(TILEWISE_CACHE="0", CUTE_DSL_ARCH="sm_90a")
+os.environ.update(TILEWISE_CACHE="0", TILEWISE_HELPERS="0", CUTE_DSL_ARCH="sm_90a")
 warnings.simplefilter("ignore")
 import torch, tilewise
+torch.set_num_threads(1)
 assert tilewise.__file__.startswith(sys.argv[1])
 found = {}
 for name, program in json.load(sys.stdin).items():
