@@ -173,7 +173,7 @@ OF_CALLS = {  # what the recipe for an argument of attention adds to problem.py;
     "problem.py": [
         ("    dropout: Dropout | None = None\n", "    warmth: Tensor | None = None\n"),
         ("\n    @property\n    def eight_bits", "    warmth: bool = False\n"),
-        ("        )\n\n    @property\n    def scales", "            self.warmth is not None,\n"),
+        ("        )\n\n    @property\n    def extras", "            self.warmth is not None,\n"),
     ],
 }
 
