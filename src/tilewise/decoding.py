@@ -123,7 +123,7 @@ def decode(
     """
     if unknown:
         check_words("decode", unknown, decode.__kwdefaults__)
-    tensors = (
+    tensors = (  # as DecodeTensors
         q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree, alibi_slopes, sink, k_scale, v_scale,
         k, v, rotary_cos, rotary_sin, out,
     )  # fmt: skip
