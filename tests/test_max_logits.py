@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from tilewise.backends.cpu import Cpu
 from tilewise.errors import UnsupportedError
-from tilewise.runtime import dispatch, repeats
+from tilewise.runtime import call_cache, dispatch
 
 BACKENDS = ("cpu", "tiled", "reference")
 
@@ -194,14 +194,14 @@ def test_under_vmap():
 
 def test_calls_like_one_before_stay_apart():
     """The short way knows no largest scores, and calls that want them take the long one."""
-    repeats.forget()
+    call_cache.forget()
     q, k, v = qkv()
     for _ in range(3):
         o = tw.attention(q, k, v, causal=True)
         pair = tw.attention(q, k, v, causal=True, return_max_logits=True)
         assert isinstance(o, torch.Tensor) and len(pair) == 2 and torch.equal(pair[0], o)
-    assert len(repeats._KNOWN) == 1
-    repeats.forget()
+    assert len(call_cache._KNOWN) == 1
+    call_cache.forget()
 
 
 def test_a_backend_that_keeps_none_is_passed_over(monkeypatch):

@@ -27,8 +27,7 @@ from tilewise.bench.sets import Workload
 from tilewise.bench.sets.named import cpu_table
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, Full
-from tilewise.problem import Call
-from tilewise.runtime.repeats import ALONE
+from tilewise.problem import NO_EXTRAS, Call
 
 SCORE_BYTES = 2 << 20
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -48,23 +47,23 @@ def cases() -> dict[str, Workload]:
 
 def ours(workload: Workload, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor) -> dict:
     call = Call(q=q, k=k, v=v, mask=workload.mask, scale=workload.head_dim**-0.5)
-    repeat = Cpu().repeat(call)
-    o, lse = repeat.forward(q, k, v, ALONE, True)
-    gradients = repeat.backward(q, k, v, o, lse, d_o, None, ALONE, False)[:3]
+    bound = Cpu().bind(call)
+    o, lse = bound.forward(q, k, v, NO_EXTRAS, True)
+    gradients = bound.backward(q, k, v, o, lse, d_o, None, NO_EXTRAS, False)[:3]
     threads = torch.get_num_threads()
-    memory, start = workspace(repeat.workspace_bytes[threads, True, False])
+    memory, start = workspace(bound.workspace_bytes[threads, True, False])
     given = [x.data_ptr() for x in (q, k, v, o, lse)]
     all_given = [*given, d_o.data_ptr(), *(x.data_ptr() for x in gradients)]
     keep = o, lse, gradients, memory
 
     def kernels():
-        repeat.functions.tw_repeat(repeat.address, threads, *given)
-        repeat.functions.tw_repeat_backward(repeat.address, threads, *all_given, ctypes.c_void_p(start))
+        bound.functions.tw_repeat(bound.address, threads, *given)
+        bound.functions.tw_repeat_backward(bound.address, threads, *all_given, ctypes.c_void_p(start))
         return keep
 
     def made():
-        o, lse = repeat.forward(q, k, v, ALONE, True)
-        return repeat.backward(q, k, v, o, lse, d_o, None, ALONE, False)
+        o, lse = bound.forward(q, k, v, NO_EXTRAS, True)
+        return bound.backward(q, k, v, o, lse, d_o, None, NO_EXTRAS, False)
 
     return {"tilewise kernels": kernels, "tilewise made": made}
 

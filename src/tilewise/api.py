@@ -15,7 +15,9 @@ from tilewise import errors
 from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Full, Mask, PerHead
-from tilewise.runtime import op, operator, repeats
+from tilewise.problem import Extras
+from tilewise.runtime import call_cache, op, operator
+from tilewise.runtime.call_cache import Options
 from tilewise.runtime.explain import Explanation, describe
 from tilewise.runtime.plain import watched
 
@@ -101,15 +103,13 @@ def attention(
     """
     if unknown:
         errors.check_words("attention", unknown, attention.__kwdefaults__)
-    options = (causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
-    tensors, beside = (q, k, v), (bias, alibi_slopes, sink, None, None, None)
-    if not q_scale is k_scale is v_scale is None:
-        beside = *beside, q_scale, k_scale, v_scale
+    options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
+    tensors, extras = (q, k, v), Extras(bias, alibi_slopes, sink, None, None, None, q_scale, k_scale, v_scale)
     usual = return_max_logits is False and out is None
-    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+    if usual and (known := call_cache.find(q, k, v, options, extras)) is not None:
         if known.draws:
-            beside = bias, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), None, None
-        return known(q, k, v, beside)
+            extras = extras._replace(rng=operator.random_state(dropout_seed, dropout_offset))
+        return known(q, k, v, extras)
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v)
     errors.warn_of_heads_first(q, k)
@@ -134,8 +134,8 @@ def attention(
         given = eight_bits(given, precision, (q_scale, k_scale, v_scale), out)
     if out is not None:
         check_out(out, given)
-    if usual and (known := repeats.bind(*tensors, options, given, beside)) is not None:
-        return known(*tensors, (*beside[:3], given.rng, *beside[4:]))
+    if usual and (known := call_cache.bind(*tensors, options, given, extras)) is not None:
+        return known(*tensors, extras._replace(rng=given.rng))
     o, lse, row_max = operator.attend(given, out)
     if return_max_logits:
         largest = _largest(row_max)

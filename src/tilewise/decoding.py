@@ -29,7 +29,7 @@ from tilewise.errors import (
 )
 from tilewise.masks import Dense, Mask
 from tilewise.problem import INT32
-from tilewise.runtime import append_operator, decode_operator, decode_repeats
+from tilewise.runtime import append_operator, decode_cache, decode_operator
 from tilewise.runtime.operator import traced
 from tilewise.runtime.plain import watched
 
@@ -128,7 +128,7 @@ def decode(
         k, v, rotary_cos, rotary_sin, out,
     )  # fmt: skip
     options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check
-    if (known := decode_repeats.find(tensors, options)) is not None and (results := known(tensors)) is not None:
+    if (known := decode_cache.find(tensors, options)) is not None and (results := known(tensors)) is not None:
         return results if return_lse else results[0]
     packed = cu_seqlens_q is not None
     check_tensor("q", q, ("total_q", "heads_q", "head_dim") if packed else ("batch", "seqlen_q", "heads_q", "head_dim"))
@@ -210,7 +210,7 @@ def decode(
             raise ShapeError("cache_seqlens must be given with k: it says where the new keys go")
         asked = asked._replace(cache_seqlens=_as_tensor(seqlens, length, batch, k_cache), length=None)
         written = _new_tokens(asked, caches, k, v)
-    results = decode_repeats.first(tensors, options, asked, written)
+    results = decode_cache.first(tensors, options, asked, written)
     if results is None:
         o, lse = decode_operator.run(asked if written is None else _appended_to(asked, written))
         results = o if out is None else out.copy_(o), lse

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS
-from tilewise.masks import Mask
+from tilewise.masks import Mask, Unread
 
 INT32 = 2**31 - 1
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
@@ -31,6 +31,25 @@ class Dropout(NamedTuple):
     def drawn_by(self, rng: Tensor) -> "Dropout":
         """With the random state of another call, (2,) int64 on the CPU: seed and offset."""
         return Dropout(self.p, *rng.tolist())
+
+
+class Extras(NamedTuple):
+    """The tensors of a call of attention besides q, k and v, as its caller gave them. A plain tuple of these does as well."""
+
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    rng: Tensor | None = (
+        None  # (2,) int64 on the CPU, the seed and offset of dropout: new at each call; None for those of the call that was bound
+    )
+    cu_seqlens_q: Tensor | None = None  # of documents, which the backend leaves on the device
+    cu_seqlens_k: Tensor | None = None
+    q_scale: Tensor | None = None  # of elements of 8 bits
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +186,12 @@ class Call:
             self.precision,
             self.scales,
         )
+
+    @property
+    def extras(self) -> Extras:
+        """Its tensors besides q, k and v."""
+        ends = self.mask.ends() if isinstance(self.mask, Unread) else (None, None)
+        return Extras(self.bias, self.alibi_slopes, self.sink, None, *ends, self.q_scale, self.k_scale, self.v_scale)
 
     @property
     def scales(self) -> tuple[str, str, str] | None:

@@ -10,7 +10,9 @@ from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combi
 from tilewise.decoding import OF_CACHES, decode
 from tilewise.errors import ShapeError, UnsupportedError, check_words
 from tilewise.masks import Full, Mask
-from tilewise.runtime import operator, repeats
+from tilewise.problem import Extras
+from tilewise.runtime import call_cache, operator
+from tilewise.runtime.call_cache import Options
 
 PACKED = ("total_q", "heads_q", "head_dim")
 PAGES = ("pages", "page_size", "heads_k", "head_dim")
@@ -86,15 +88,13 @@ def attention_varlen(
     """
     if unknown:
         check_words("attention_varlen", unknown, attention_varlen.__kwdefaults__)
-    options = causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse
-    tensors, beside = (q, k, v), (None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k)
-    if not q_scale is k_scale is v_scale is None:
-        beside = *beside, q_scale, k_scale, v_scale
+    options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
+    tensors, extras = (q, k, v), Extras(None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale)
     usual = cu_seqlens_q is not None and bias is seqused_k is page_table is out is None and return_max_logits is batch_invariant is False
-    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+    if usual and (known := call_cache.find(q, k, v, options, extras)) is not None:
         if known.draws:
-            beside = None, alibi_slopes, sink, operator.random_state(dropout_seed, dropout_offset), cu_seqlens_q, cu_seqlens_k
-        return known(q, k, v, beside)
+            extras = extras._replace(rng=operator.random_state(dropout_seed, dropout_offset))
+        return known(q, k, v, extras)
     errors.check_flag("batch_invariant", batch_invariant)
     if page_table is not None:
         lacking = {"bias": bias is not None, "dropout_p": dropout_p != 0.0, "return_max_logits": return_max_logits is not False}
@@ -136,8 +136,8 @@ def attention_varlen(
         given = eight_bits(given, precision, scales, out, cu_seqlens_q.shape[0] - 1)
     if out is not None:
         check_out(out, given, packed=True)
-    if usual and (known := repeats.bind(*tensors, options, given, beside)) is not None:
-        return known(*tensors, (*beside[:3], given.rng, *beside[4:]))
+    if usual and (known := call_cache.bind(*tensors, options, given, extras)) is not None:
+        return known(*tensors, extras._replace(rng=given.rng))
     o, lse, row_max = operator.attend(given, None if out is None else out[None])
     # squeezed, because gradients of that are views; those of o[0] would be copied into zeros
     o, lse = o.squeeze(0) if out is None else out, lse.squeeze(0)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import tilewise as tw
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 HERE = Path(__file__)
 TIME_LIMIT_S = 300
@@ -257,7 +257,7 @@ def with_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Te
 
 def plain(name: str, grad: bool = True) -> list[Tensor]:
     """The right results, from a first call where nothing else takes part."""
-    repeats.forget()
+    call_cache.forget()
     return of(FUNCTIONS[name], FUNCTIONS[name].make(), grad)
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilewise as tw
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 WITH_GRADIENTS = [name for name, function in FUNCTIONS.items() if function.grads]
 MASKS = {
@@ -27,7 +27,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def cold():
-    repeats.forget()
+    call_cache.forget()
     torch._dynamo.reset()
 
 
@@ -44,7 +44,7 @@ def checkpointed(name: str, **how) -> list[Tensor]:
 @pytest.mark.parametrize("name", WITH_GRADIENTS)
 def test_results_are_those_of_the_plain_call(name, reentrant, early_stop):
     want = plain(name)
-    repeats.forget()
+    call_cache.forget()
     with set_checkpoint_early_stop(early_stop):
         for _ in range(3):
             check_equal(checkpointed(name, use_reentrant=reentrant), want)
@@ -84,7 +84,7 @@ def test_cold_calls_of_changing_lengths(options):
         for wrap in (lambda run, *x: run(*x), partial(checkpoint, use_reentrant=False)):
             leaves = [x.detach().clone().requires_grad_() for x in qkv(batch, seqlen_q, seqlen_k).values()]
             results.append(with_gradients((wrap(partial(tw.attention, **options), *leaves),), leaves))
-            repeats.forget()
+            call_cache.forget()
         check_equal(*results)
 
 
@@ -133,7 +133,7 @@ def train(wrap, lengths=(6, 9, 6), dtype=torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("reentrant", (True, False))
 def test_a_transformer_trains_the_same(reentrant, dtype):
     want = train(lambda block, x: block(x), dtype=dtype)
-    repeats.forget()
+    call_cache.forget()
     check_equal(train(partial(checkpoint, use_reentrant=reentrant) if not reentrant else _reentrant, dtype=dtype), want)
 
 

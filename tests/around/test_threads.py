@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from surroundings import FUNCTIONS, check_cells, check_equal, of, plain
 
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 THREADS, ROUNDS = 6, 20
 STEADY = [name for name in FUNCTIONS if name != "attention, seed drawn"]  # torch's generator is one for all threads
@@ -14,7 +14,7 @@ STEADY = [name for name in FUNCTIONS if name != "attention, seed drawn"]  # torc
 
 def together(*names: str, forgetful: bool = False) -> None:
     wants = {name: plain(name) for name in names}
-    repeats.forget()
+    call_cache.forget()
     start, wrong = threading.Barrier(THREADS), []
 
     def work(first: int) -> None:
@@ -25,7 +25,7 @@ def together(*names: str, forgetful: bool = False) -> None:
                 name = names[(first + n) % len(names)]
                 check_equal(of(FUNCTIONS[name], FUNCTIONS[name].make()), wants[name])
                 if forgetful and n % 5 == first % 5:
-                    repeats.forget()
+                    call_cache.forget()
         except Exception as error:
             wrong.append(error)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilewise as tw
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 WITH_GRADIENTS = [name for name, function in FUNCTIONS.items() if function.grads]
 DRAWN = "attention, seed drawn"  # whose random numbers a vmap draws otherwise
@@ -19,13 +19,13 @@ BATCH = 3
 
 @pytest.fixture(autouse=True, params=("cold", "warm"))
 def calls_before(request):
-    repeats.forget()
+    call_cache.forget()
     if request.param == "warm":
         for name in ("attention", "decode"):
             for _ in range(2):
                 plain_call(FUNCTIONS[name])
     yield
-    repeats.forget()
+    call_cache.forget()
 
 
 def plain_call(function: Function) -> tuple[Tensor, ...]:

@@ -262,11 +262,11 @@ def test_calls_like_one_before(options, packed, monkeypatch):
         torch.manual_seed(0)
         return run(options)
 
-    flash_attn.repeats.forget()
+    flash_attn.call_cache.forget()
     for each in (options, *others, options, *others):
         short = seeded(each)
         with monkeypatch.context() as patched:
-            patched.setattr(flash_attn.repeats, "find", lambda *_: None)
+            patched.setattr(flash_attn.call_cache, "find", lambda *_: None)
             assert all(map(torch.equal, short, seeded(each)))
     if not packed:
         monkeypatch.setattr(_translate, "attend", None)

@@ -279,13 +279,13 @@ def test_calls_like_one_before(options, heads_first, monkeypatch):
         with torch.no_grad():
             return [o, attend(*given).mul_(1.0), *grads]
 
-    sdpa.repeats.forget()
+    sdpa.call_cache.forget()
     run(fresh())
     for _ in range(2):
         given = fresh()
         short = run(given)
         with monkeypatch.context() as patched:
-            patched.setattr(sdpa.repeats, "find", lambda *_: None)
+            patched.setattr(sdpa.call_cache, "find", lambda *_: None)
             long = run(given)
         assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
         assert all(steps(a) == steps(b) for a, b in zip(short[:2], long, strict=False))
@@ -313,7 +313,7 @@ def counted(monkeypatch):
         return tw.attention(*args, **options)
 
     monkeypatch.setattr(sdpa, "attention", attention)
-    monkeypatch.setattr(sdpa.repeats, "find", lambda *_: None)  # the short way would not be counted
+    monkeypatch.setattr(sdpa.call_cache, "find", lambda *_: None)  # the short way would not be counted
     return calls
 
 

@@ -228,8 +228,8 @@ def test_calls_like_one_before_go_the_short_way_back(on_cpu, monkeypatch):
         return [o, *torch.autograd.grad(o, leaves, normal(*o.shape, dtype=torch.float32, seed=4))]
 
     want = step()
-    torch_flash.repeats.forget()
-    monkeypatch.setattr(torch_flash.repeats, "gradients", lambda *operands: None)
+    torch_flash.call_cache.forget()
+    monkeypatch.setattr(torch_flash.call_cache, "gradients", lambda *operands: None)
     for a, b in zip(step(), want, strict=True):
         assert torch.equal(a, b)
     monkeypatch.undo()
@@ -253,13 +253,13 @@ def test_the_short_way_of_sdpa(on_cpu, monkeypatch, heads_first, causal):
         o = flash(*leaves, causal, 0.25)[0]
         return [plain, o, *torch.autograd.grad(o, leaves, normal(*o.shape, dtype=torch.float32, seed=4))]
 
-    torch_flash.repeats.forget()
+    torch_flash.call_cache.forget()
     step(fresh(0))
     leaves = fresh(5)
     with monkeypatch.context() as patched:
         patched.setattr(torch_flash, "attention", None)
         patched.setattr(torch_flash, "_gradients", None)
         short = step(leaves)
-    monkeypatch.setattr(torch_flash.repeats, "find", lambda *_: None)
+    monkeypatch.setattr(torch_flash.call_cache, "find", lambda *_: None)
     for a, b in zip(short, step(leaves), strict=True):
         assert torch.equal(a, b) and a.stride() == b.stride()

@@ -21,7 +21,7 @@ import tilewise as tw
 from tilewise.compat import hf_masks
 from tilewise.compat import transformers as ours
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 MASKS = ("none", "left", "right", "packed", "user")
 ONCE = {"image": ("none",), "speech": ("none",), "seq2seq": ("none", "left", "right")}
@@ -87,7 +87,7 @@ def gradients(name: str, implementation: str, mask: str, checkpointing: dict | N
             part.p = 0.0
     if checkpointing is not None:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-    repeats.forget()
+    call_cache.forget()
     output(net, inputs(name, mask) | NO_CACHE).square().mean().backward()
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in net.parameters()]
 
@@ -374,13 +374,13 @@ def test_calls_like_one_before(given, monkeypatch):
         o, _ = ours.attention(torch.nn.Identity(), *leaves, pairs, **given)
         return [o, *torch.autograd.grad(o, leaves, torch.randn(2, 6, 4, 8)), o.detach().mul_(2.0)]
 
-    ours.repeats.forget()
+    ours.call_cache.forget()
     run(0)
     with monkeypatch.context() as patched:
         patched.setattr(tw, "attention", None)
         short = run(1)
     with monkeypatch.context() as patched:
-        patched.setattr(ours.repeats, "find", lambda *_: None)
+        patched.setattr(ours.call_cache, "find", lambda *_: None)
         assert all(map(torch.equal, short, run(1)))
     x = torch.randn(2, 4, 6, 8)
     with pytest.raises(ShapeError, match="attention_mask is for batch"):
@@ -397,7 +397,7 @@ def seen_masks(name: str, given: dict, monkeypatch, **options) -> set:
 
     attention = tw.attention
     monkeypatch.setattr(tw, "attention", attend)
-    monkeypatch.setattr(ours.repeats, "find", lambda *_: None)  # the short way would not be seen
+    monkeypatch.setattr(ours.call_cache, "find", lambda *_: None)  # the short way would not be seen
     with torch.no_grad():
         model(name, "tilewise")(**given, **options)
     return found

@@ -17,7 +17,7 @@ from tilewise.backends.hopper.decode import bound, prefix, workspace
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode.call import USUAL, Cut
 from tilewise.masks import Causal, Full, SlidingWindow
-from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats
+from tilewise.runtime import append_operator, cache_values, decode_cache, decode_operator
 
 pytestmark = NEEDED
 
@@ -338,11 +338,11 @@ def backend(monkeypatch):
     monkeypatch.setattr(append_operator, "_backend", lambda _: found)
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: check)
     monkeypatch.setattr(bound, "_KEPT", {})
-    decode_repeats.forget()
+    decode_cache.forget()
     with found.on_gpu():
         yield found
-    assert len(decode_repeats._KNOWN) == 1
-    decode_repeats.forget()
+    assert len(decode_cache._KNOWN) == 1
+    decode_cache.forget()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tilewise.backends import eight_bits as arithmetic
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
-from tilewise.runtime import operator, repeats
+from tilewise.runtime import call_cache, operator
 from tilewise.sm90 import key_order
 
 pytestmark = NEEDED
@@ -175,7 +175,7 @@ def test_packed_documents(on_gpu, monkeypatch, way):
         held(replace(call, **given, mask=Documents(*ends, inner=Causal())), o[None], lse[None])
         if ends == ENDS:
             monkeypatch.setattr(operator, "attend", None)  # the long way
-    assert len(repeats._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1
 
 
 @pytest.mark.slow
@@ -200,12 +200,12 @@ def on_gpu(monkeypatch):
         monkeypatch.setattr(short, name, stand_in)
     monkeypatch.setattr(short, "as_operand", lambda bundle, _: bundle)
     monkeypatch.setattr(short, "allocator", poisoned)
-    for module in (operator, repeats):
+    for module in (operator, call_cache):
         monkeypatch.setattr(module, "choose", lambda problem, name: Emulated())
-    repeats.forget()
+    call_cache.forget()
     with Emulated().on_gpu():
         yield
-    repeats.forget()
+    call_cache.forget()
 
 
 REPEATED = [
@@ -240,7 +240,7 @@ def test_calls_like_one_before(on_gpu, monkeypatch, case, options):
         monkeypatch.setattr(operator, "attend", None)  # the long way
         call = replace(call, **options | ({"alibi_slopes": options["alibi_slopes"][None]} if "alibi_slopes" in options else {}))
         assert all(map(torch.equal, found, eight_bits.forward(call)))
-    assert len(repeats._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1
 
 
 SPOILED = [

@@ -34,12 +34,12 @@ class Again(Emulated):
         right = super().backward(call, o, lse, d_o, d_lse, bias_grad)
         q, k, v = x = [lying(each, order) for each, order in zip((call.q, call.k, call.v), ORDERS, strict=True)]
         call = replace(call, q=q, k=k, v=v)
-        beside = call.bias, call.alibi_slopes, call.sink, None, None, None
+        extras = call.extras
         with self.on_gpu():
             again = backward.bind(call)
             empty = again.empty
             again.empty = lambda *layout: (made := empty(*layout)).fill_(math.nan if made.is_floating_point() else 77)
-            grads = again(q, k, v, o, lse, d_o, d_lse, beside, bias_grad)
+            grads = again(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
             lends = plan.Plan.of(call, plan.board_of(q.device)).lends
         for each, grad in zip(x[lends:], grads[lends:], strict=False):
             assert grad.stride() == each.stride()

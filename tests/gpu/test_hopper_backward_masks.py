@@ -10,7 +10,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.masks.mask import KEPT
 from tilewise.problem import Call
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 from tilewise.testing import conformance
 from tilewise.testing.cases import QUICK, Case, masks
 
@@ -85,7 +85,7 @@ def test_many_runs_have_the_same_bits(dims):
 
 def after_other_masks() -> list[torch.Tensor]:
     """Nobody but a graph has the tables of a mask any more; what takes the place of those that nobody has."""
-    repeats.forget()
+    call_cache.forget()
     for n in range(KEPT):
         PrefixLM(10_000 + n).planes(300, 300)
     return [torch.full((1 << size,), 1 << 30, dtype=torch.int32, device="cuda") for size in range(4, 20) for _ in range(8)]

@@ -4,16 +4,16 @@ import threading
 
 import pytest
 import torch
-from tilewise.backends.hopper.backward.repeat import Repeat as Gradients
-from tilewise.backends.hopper.repeat import Repeat
 
 import tilewise as tw
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.bound import Bound as BoundGradients
+from tilewise.backends.hopper.bound import Bound
 from tilewise.backends.hopper.forward import config
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, SlidingWindow
-from tilewise.runtime import operator, repeats
+from tilewise.runtime import call_cache, operator
 from tilewise.sm90 import jit
 from tilewise.sm90.jit import why_not_here
 
@@ -24,9 +24,9 @@ OPTIONS = ({}, {"causal": True}, {"mask": SlidingWindow(20, 0), "scale": 0.3}, {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    repeats.forget()
+    call_cache.forget()
     yield
-    repeats.forget()
+    call_cache.forget()
 
 
 def qkv(seqlen=200, heads=4, head_dim=64, device="cuda", seed=0):
@@ -34,8 +34,8 @@ def qkv(seqlen=200, heads=4, head_dim=64, device="cuda", seed=0):
     return tuple(torch.randn(2, seqlen, heads, head_dim, device=device, dtype=torch.bfloat16, generator=generator) for _ in range(3))
 
 
-def short_ways() -> list[Repeat]:
-    return [known.short for known in repeats._KNOWN.values()]
+def bound_calls() -> list[Bound]:
+    return [known.bound for known in call_cache._KNOWN.values()]
 
 
 def same(a, b) -> bool:
@@ -48,9 +48,9 @@ def same(a, b) -> bool:
 def test_the_short_way_gives_the_same_bits(options, seqlen):
     first, second = qkv(seqlen, seed=1), qkv(seqlen, seed=2)
     tw.attention(*first, backend="hopper", **options)
-    assert [type(short) for short in short_ways()] == [Repeat]
+    assert [type(short) for short in bound_calls()] == [Bound]
     short = [tw.attention(*second, backend="hopper", **options) for _ in range(3)]
-    repeats.forget()
+    call_cache.forget()
     long = tw.attention(*second, backend="hopper", **options)
     assert all(same(each, long) for each in short)
 
@@ -86,11 +86,11 @@ def test_gradients_by_the_short_way(options, head_dim):
         return o, *torch.autograd.grad(o, x, d_o)
 
     run(first, ready)
-    (known,) = repeats._KNOWN.values()
-    assert type(known.short) is Repeat
+    (known,) = call_cache._KNOWN.values()
+    assert type(known.bound) is Bound
     for d_o in (ready, turned, one, ready):
         short = [run(second, d_o) for _ in range(3)]
-        assert type(known.short.back) is Gradients
+        assert type(known.bound.back) is BoundGradients
         call = operator.call_of(known.given._replace(**dict(zip("qkv", (x.detach() for x in second), strict=True))))
         o, lse = Hopper().forward(call)
         long = o, *Hopper().backward(call, o, lse, d_o, None)[:3]
@@ -109,9 +109,9 @@ def test_gradients_lie_as_their_inputs(options, head_dim, seqlen):
     d_o = torch.randn(2, seqlen, 4, head_dim, device="cuda", dtype=torch.bfloat16)
     long, *short = [torch.autograd.grad(tw.attention(*x, backend="hopper", **options), x, d_o) for _ in range(3)]
     assert all(same(each, long) for each in short)
-    (known,) = repeats._KNOWN.values()
-    assert type(known.short.back) is Gradients
-    lends = known.short.back.partial is not None
+    (known,) = call_cache._KNOWN.values()
+    assert type(known.bound.back) is BoundGradients
+    lends = known.bound.back.partial is not None
     assert all(grad.stride() == each.stride() for grad, each in list(zip(short[1], x, strict=True))[lends:])
 
 
@@ -162,11 +162,11 @@ def test_calls_with_more_tensors(kind, monkeypatch):
         return plain, o, lse, *torch.autograd.grad((o, lse), leaves, (o.detach(), lse.detach().cos()))
 
     run(*more(kind, 1))
-    known = len(repeats._KNOWN)
+    known = len(call_cache._KNOWN)
     x, options = more(kind, 2)
     short = [run(x, options) for _ in range(3)]
-    assert known == len(repeats._KNOWN) == 2
-    monkeypatch.setattr(repeats, "find", lambda *_: None)
+    assert known == len(call_cache._KNOWN) == 2
+    monkeypatch.setattr(call_cache, "find", lambda *_: None)
     assert all(same(each, run(x, options)) for each in short)
 
 
@@ -227,9 +227,9 @@ def in_eight_bits(kind, seed, seqlen=700, head_dim=128):
 def test_the_short_way_in_eight_bits(kind, head_dim, options):
     (first, given), (second, others) = (in_eight_bits(kind, seed, head_dim=head_dim) for seed in (1, 2))
     tw.attention(*first, **given, **options)
-    assert [type(short) for short in short_ways()] == [Repeat]
+    assert [type(short) for short in bound_calls()] == [Bound]
     short = [tw.attention(*second, **others, **options) for _ in range(3)]
-    repeats.forget()
+    call_cache.forget()
     long = tw.attention(*second, **others, **options)
     assert all(same(each, long) for each in short)
 
@@ -240,7 +240,7 @@ def test_graphs_in_eight_bits(kind, before):
     """Captured after so many calls like those in it, and replayed beside eager ones on another stream: nobody has another's scratch."""
     (x, given), (other, others) = (in_eight_bits(kind, seed, 3000) for seed in (1, 2))
     right, of_others = tw.attention(*x, causal=True, **given), tw.attention(*other, causal=True, **others)
-    repeats.forget()
+    call_cache.forget()
     for _ in range(before):
         tw.attention(*x, causal=True, **given)
     static, numbers = (
@@ -367,12 +367,12 @@ def test_another_device_than_the_current_one():
         assert torch.equal(tw.attention(*problems[1], causal=True), results[1][0])
 
 
-def test_what_has_no_short_way():
+def test_what_is_bound_anew_or_copied():
     q, k, v = qkv()
-    assert Hopper().repeat(_call(q, k, v, scale=-1.0)) is None
-    assert Hopper().repeat(_call(q, k[:, :0], v[:, :0])) is None
+    negative = tw.attention(-q, k, v, scale=1.0, backend="hopper")
+    assert all(torch.equal(tw.attention(q, k, v, scale=-1.0, backend="hopper"), negative) for _ in range(2))
+    assert not Hopper().bind(_call(q, k[:, :0], v[:, :0])).kept
     odd = torch.randn(2, 200, 4, 68, device="cuda", dtype=torch.bfloat16)[..., :64]
-    assert Hopper().repeat(_call(odd, k, v)) is None
     right = tw.attention(odd.contiguous(), k, v, backend="hopper")
     assert all(torch.equal(tw.attention(odd, k, v, backend="hopper"), right) for _ in range(2))
 

@@ -11,7 +11,7 @@ from tilewise.masks import constructors as masks
 from tilewise.masks import mask as expression
 from tilewise.masks import text as mask_text
 from tilewise.masks.bands import Bands
-from tilewise.runtime import repeats
+from tilewise.runtime import call_cache
 
 DOCUMENTS = 2000
 
@@ -23,9 +23,9 @@ def bounded(monkeypatch):
     monkeypatch.setattr(masks, "_LONG", masks.Recent(1024, 1 << 18, lambda mask: masks.A_CHARACTER * len(mask.source)))
     masks._plain.cache_clear()
     mask_text._tree.cache_clear()
-    repeats.forget()
+    call_cache.forget()
     yield
-    repeats.forget()
+    call_cache.forget()
 
 
 def packed(step: int, long: bool = True) -> tw.Documents:
@@ -48,7 +48,7 @@ def test_documents_of_every_step(backend, bounded, monkeypatch):
     assert sum(expression._band_bytes(planes) for planes in expression._BANDS.values.values()) <= 1 << 20
     assert sum(masks.A_CHARACTER * len(mask.source) for mask in masks._LONG.values.values()) <= 1 << 18
     assert mask_text._tree.cache_info().currsize == 0 and masks._plain.cache_info().currsize == 0
-    assert not repeats._KNOWN
+    assert not call_cache._KNOWN
 
 
 def test_a_long_mask_is_read_once(bounded, monkeypatch):
@@ -62,10 +62,10 @@ def test_a_long_mask_is_read_once(bounded, monkeypatch):
 def test_short_masks_are_repeated(bounded):
     q = torch.randn(1, 2 * DOCUMENTS, 1, 8)
     tw.attention(q, q, q, mask=packed(0, long=False))
-    assert len(repeats._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1
 
 
 def test_a_short_text_with_large_tables_is_not_repeated(bounded):
     q = torch.randn(1, 2 * DOCUMENTS, 1, 8)
     tw.attention(q, q, q, mask=tw.ChunkedCausal(1))
-    assert not repeats._KNOWN
+    assert not call_cache._KNOWN

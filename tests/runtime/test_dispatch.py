@@ -13,7 +13,7 @@ from tilewise.backends.hopper import Hopper
 from tilewise.errors import UnsupportedError
 from tilewise.machine import once
 from tilewise.masks import Full
-from tilewise.runtime import dispatch, repeats
+from tilewise.runtime import call_cache, dispatch
 
 
 class Half(Backend):
@@ -38,13 +38,13 @@ def backends(monkeypatch):
     def install(*installed):
         for cached in (dispatch.reasons, dispatch.choose):
             cached.cache_clear()
-        repeats.forget()
+        call_cache.forget()
         monkeypatch.setattr(dispatch, "backends", lambda: installed)
 
     yield install
     dispatch.reasons.cache_clear()
     dispatch.choose.cache_clear()
-    repeats.forget()
+    call_cache.forget()
 
 
 def qkv(dtype=torch.float32):

@@ -18,7 +18,7 @@ import tilewise as tw
 from tilewise.compat import flash_attn, sdpa
 from tilewise.masks import Documents
 from tilewise.problem import Gradients
-from tilewise.runtime import decode_repeats, repeats
+from tilewise.runtime import call_cache, decode_cache
 from tilewise.testing import tolerance
 from tilewise.testing.cases import DTYPES, Case, make, masks, upstream
 from tilewise.testing.strategies import band_masks, cases, cumulative
@@ -54,8 +54,8 @@ def thrice(run) -> dict[str, torch.Tensor]:
     """What `run` gives, a dict of tensors, in each of three calls. It makes its tensors itself, and what it gives is alive until the end."""
     if currently_in_test_context():
         note(f"TILEWISE_TEST_SEED={TODAY}")
-    repeats.forget()
-    decode_repeats.forget()
+    call_cache.forget()
+    decode_cache.forget()
     first, *others = [run() for _ in range(3)]
     for n, again in enumerate(others, 2):
         for name, x in first.items():

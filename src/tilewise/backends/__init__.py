@@ -18,9 +18,9 @@ class Bound(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, beside: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """O and LSE, which may be looked at only where it is wanted. beside: the tensors of `repeats.Beside`, alibi_slopes as in `Call`, and rng None
+        """O and LSE, which may be looked at only where it is wanted. extras: the tensors of `problem.Extras`, alibi_slopes as in `Call`, and rng None
         for the call's own; q, k and v have a batch of 1 where there are cu_seqlens. heads_first: O should lie in memory as (batch, heads, seqlen,
         head_dim_v), but need not.
         """
@@ -35,7 +35,7 @@ class Bound(Protocol):
         lse: Tensor,
         d_o: Tensor,
         d_lse: Tensor | None,
-        beside: tuple[Tensor | None, ...],
+        extras: tuple[Tensor | None, ...],
         bias_grad: bool,
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous. The first three lie in
@@ -149,7 +149,7 @@ class Backend(Protocol):
         return None if bound is None else bound(call.tensors, call.rotary_first)
 
     def bind(self, call: Call) -> Bound | None:
-        """The call's kernel and arguments, found once (see runtime/repeats.py); None where `forward` and `backward` find them each time."""
+        """The call's kernel and arguments, found once (see runtime/call_cache.py); None where `forward` and `backward` find them each time."""
         return None
 
     def describe(self) -> str:

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from tilewise import api
 from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, check_like, check_number, check_size, check_tensor
 from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
+from tilewise.runtime import call_cache
 from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
@@ -62,9 +63,9 @@ def visible(causal, window_size, chunk: int = 0) -> tuple[bool, Mask | None]:
     return (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
 
 
-def core_options(given: Options, *, dropout_p: float, deterministic: bool, with_lse: bool) -> tuple:
-    """The options of `api.attention` or `attention_varlen` in the order in which repeats.py has them."""
-    return given.causal, given.scale, given.softcap, dropout_p, deterministic, None, None, given.mask, with_lse
+def core_options(given: Options, *, dropout_p: float, deterministic: bool, with_lse: bool) -> call_cache.Options:
+    """Those of `api.attention` or `attention_varlen`."""
+    return call_cache.Options(given.causal, given.scale, given.softcap, dropout_p, deterministic, None, None, given.mask, with_lse)
 
 
 def _visible(causal: bool, left: int, right: int, chunk: int) -> tuple[bool, Mask | None]:

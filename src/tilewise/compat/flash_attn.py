@@ -25,7 +25,8 @@ from tilewise.compat import _kvcache, bert_padding, rotary
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import answers
 from tilewise.errors import ShapeError, UnsupportedError, check_tensor
-from tilewise.runtime import repeats
+from tilewise.problem import Extras
+from tilewise.runtime import bound_call, call_cache
 
 __version__ = "2.8.4+tilewise"
 __all__ = [
@@ -40,7 +41,7 @@ __all__ = [
     "rotary",
 ]
 
-FRONT = object()  # by which repeats.py knows our options
+FRONTEND = "flash_attn"  # of call_cache.Options
 SCALE = {"scale": "softmax_scale"}
 PAGES = {**SCALE, "page_table": "block_table"}
 
@@ -60,15 +61,15 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """Attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, heads_k, head_dim)."""
-    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    beside, usual = (None, alibi_slopes, None, None, None, None), return_attn_probs is False
-    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
-        return known(q, k, v, beside)
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    extras, usual = Extras(None, alibi_slopes), return_attn_probs is False
+    if usual and (known := call_cache.find(q, k, v, options, extras)) is not None:
+        return known(q, k, v, extras)
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
     results = _results(translate.attend(q, k, v, given, **how))
     if usual:
-        repeats.remember_as("", q, k, v, options, beside, (q, k, v, translate.core_options(given, **how), beside))
+        call_cache.bind_as("", q, k, v, options, extras, (q, k, v, translate.core_options(given, **how), extras))
     return results
 
 
@@ -132,11 +133,11 @@ def flash_attn_varlen_func(
 
     block_table: (batch, max_blocks); k, v are then (blocks, page_size, heads_k, head_dim), and cu_seqlens_k says the lengths.
     """
-    options = _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    beside, usual = (None, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k), return_attn_probs is False and block_table is None
-    if usual and (known := repeats.find(q, k, v, options, beside)) is not None:
+    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    extras, usual = Extras(None, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k), return_attn_probs is False and block_table is None
+    if usual and (known := call_cache.find(q, k, v, options, extras)) is not None:
         try:
-            return known(q, k, v, beside)
+            return known(q, k, v, extras)
         except ShapeError:  # the long way has an answer where sequences begin above 0
             pass
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
@@ -149,7 +150,7 @@ def flash_attn_varlen_func(
     lengths = translate.Packed(cu_seqlens_q), translate.Packed(cu_seqlens_k)
     results = _results(translate.attend_packed(q, k, v, *lengths, given, **how))
     if usual:
-        repeats.remember_as(repeats.PACKED, q, k, v, options, beside, (q, k, v, translate.core_options(given, **how), beside))
+        call_cache.bind_as(bound_call.PACKED, q, k, v, options, extras, (q, k, v, translate.core_options(given, **how), extras))
     return results
 
 
@@ -251,12 +252,12 @@ def paged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> _kv
     return _kvcache.Cache.of(k, v, cu_seqlens_k.shape[0] - 1, cu_seqlens_k.diff(), page_table=page_table)
 
 
-def _known_as(dropout_p, softmax_scale, causal, window_size, softcap, deterministic) -> tuple:
-    """The options of a call that returns O alone, by which repeats.py knows it."""
+def _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic) -> call_cache.Options:
+    """The options of a call that returns O alone."""
     causal, mask = translate.visible(causal, window_size)
     if isinstance(softmax_scale, Tensor):  # whose value may change
         softmax_scale = float(softmax_scale)
-    return causal, softmax_scale, softcap, dropout_p, bool(deterministic), FRONT, None, mask, False
+    return call_cache.Options(causal, softmax_scale, softcap, dropout_p, bool(deterministic), None, None, mask, False, FRONTEND)
 
 
 def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:

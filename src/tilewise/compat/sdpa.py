@@ -19,10 +19,12 @@ from tilewise.compat._overrides import overridable, renew_tables, scripted_as
 from tilewise.compat._refusals import ArgumentError, answers
 from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Full
-from tilewise.runtime import operator, repeats
+from tilewise.problem import Extras
+from tilewise.runtime import bound_call, call_cache, operator
+from tilewise.runtime.call_cache import Options
 
 TORCHS = torch._C._nn.scaled_dot_product_attention
-FRONT = object()  # by which repeats.py knows our options
+FRONTEND, FRONTEND_GQA = "sdpa", "sdpa gqa"  # of call_cache.Options, the latter with enable_gqa
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
@@ -62,10 +64,11 @@ def scaled_dot_product_attention(
     """
     if query.is_meta:
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    options, beside = (is_causal, scale, 0.0, dropout_p, enable_gqa, FRONT, None, None, False), (attn_mask, None, None, None, None, None)
+    frontend = FRONTEND_GQA if enable_gqa else FRONTEND
+    options, extras = Options(is_causal, scale, 0.0, dropout_p, False, None, None, None, False, frontend), Extras(attn_mask)
     added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
-    if added and (known := repeats.find(query, key, value, options, beside)) is not None:
-        return known(query, key, value, beside)
+    if added and (known := call_cache.find(query, key, value, options, extras)) is not None:
+        return known(query, key, value, extras)
     given = query, key, value
     if is_causal and attn_mask is not None:
         raise _two_masks(attn_mask)
@@ -93,8 +96,8 @@ def scaled_dot_product_attention(
             attn_mask is None or (bias is not None and bias.shape == attn_mask.shape)
         )
         if added and as_given:
-            call = q, k, v, (causal, scale, 0.0, dropout_p, False, None, None, mask, False), (bias, None, None, None, None, None)
-            repeats.remember_as(repeats.TURNED, *given, options, beside, call)
+            call = q, k, v, options._replace(causal=causal, mask=mask, frontend=""), Extras(bias)
+            call_cache.bind_as(bound_call.BHSD, *given, options, extras, call)
     if lead is None:
         return o
     o = o.unflatten(0, lead)

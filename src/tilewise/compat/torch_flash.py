@@ -18,12 +18,14 @@ from tilewise.decoding import decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
 from tilewise.masks.constructors import Unread
-from tilewise.runtime import operator, repeats
+from tilewise.problem import NO_EXTRAS, Extras
+from tilewise.runtime import bound_call, call_cache, operator
+from tilewise.runtime.call_cache import Options
 from tilewise.varlen import attention_varlen
 from tilewise.views import allocator
 
 LAYER = "tilewise.compat.torch_flash"
-FRONT = object()  # by which repeats.py knows our options
+FRONTEND = "torch flash"  # of call_cache.Options
 _allocator = functools.cache(allocator)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)  # only a torch with CUDA has it
 
@@ -106,15 +108,15 @@ def _scaled_dot_product_flash_attention(
 ) -> tuple[Tensor | int | None, ...]:
     """(O, LSE, None, None, max_q, max_k, rng_state, unused, debug_mask), O laid out as query."""
     _check_forward(dropout_p, return_debug_mask)
-    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
-    if (known := repeats.find(query, key, value, options)) is not None:
+    options = Options(is_causal, scale, 0.0, 0.0, False, None, None, None, True, FRONTEND)
+    if (known := call_cache.find(query, key, value, options)) is not None:
         o, lse = known(query, key, value)
     else:
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         o, lse = attention(q, k, v, causal=is_causal, scale=scale, return_lse=True)
-        o, call = o.transpose(1, 2), (q, k, v, (is_causal, scale, 0.0, 0.0, False, None, None, None, True), repeats.ALONE)
+        o, call = o.transpose(1, 2), (q, k, v, options._replace(frontend=""), NO_EXTRAS)
         heads_first = query.stride(1) > query.stride(2)
-        repeats.remember_as(repeats.TURNED, query, key, value, options, repeats.ALONE, call, heads_first)
+        call_cache.bind_as(bound_call.BHSD, query, key, value, options, NO_EXTRAS, call, heads_first)
     return laid_out_as(o, query), lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
@@ -137,8 +139,8 @@ def _scaled_dot_product_flash_attention_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
-    options = is_causal, scale, 0.0, 0.0, False, FRONT, None, None, True
-    grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options)
+    options = Options(is_causal, scale, 0.0, 0.0, False, None, None, None, True, FRONTEND)
+    grads = call_cache.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
         turned = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = _gradients(*turned, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
@@ -223,8 +225,8 @@ def _flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each laid out as these."""
     mask = _window(is_causal, window_size_left, window_size_right)
-    options, beside = (False, scale, 0.0, 0.0, False, None, None, mask, True), (None, None, None, None, cum_seq_q, cum_seq_k)
-    grads = repeats.gradients(query, key, value, out, logsumexp, grad_out, options, beside)
+    options, extras = Options(False, scale, 0.0, 0.0, False, None, None, mask, True), Extras(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
+    grads = call_cache.gradients(query, key, value, out, logsumexp, grad_out, options, extras)
     if grads is not None:
         pass
     elif cum_seq_q is None:

@@ -24,13 +24,15 @@ from tilewise.compat.hf_pairs import Origin, Pairs, as_attention_mask
 from tilewise.compat.hf_understood import understood
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Dense, Mask
-from tilewise.runtime import repeats
+from tilewise.problem import Extras
+from tilewise.runtime import bound_call, call_cache
+from tilewise.runtime.call_cache import Options
 
 __all__ = ["Pairs", "as_attention_mask", "attention", "check", "make_mask", "register", "unregister"]
 
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
-FRONT = object()  # by which repeats.py knows our options
+FRONTEND = "transformers"  # of call_cache.Options
 CAUSAL = Causal()
 FOLDED_FROM = 16  # queries; for fewer, a bool tensor is smaller than the keys that folding would copy
 
@@ -207,10 +209,10 @@ def attention(
     step = attention_mask.step if isinstance(attention_mask, Pairs) else None
     structure = _structure(query, key, attention_mask, causal) if step is None else None
     if structure is not None:
-        known_as = (structure[0], scaling, softcap or 0.0, dropout, bool(deterministic), FRONT, None, structure[1], False)
-        beside = position_bias, None, s_aux, None, None, None
-        if (known := repeats.find(query, key, value, known_as, beside)) is not None:
-            return known(query, key, value, beside), None
+        known_as = Options(structure[0], scaling, softcap or 0.0, dropout, bool(deterministic), None, None, structure[1], False, FRONTEND)
+        extras = Extras(position_bias, None, s_aux)
+        if (known := call_cache.find(query, key, value, known_as, extras)) is not None:
+            return known(query, key, value, extras), None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if step is not None and position_bias is None and not dropout and hf_steps.decodes(step, q, k, v, s_aux):
         _check_lengths(attention_mask, q, k)
@@ -245,9 +247,9 @@ def attention(
     o = tw.attention(q, k, v, **options)
     as_given = keys == seqlen_k and query.shape[0] == key.shape[0] and (s_aux is None or s_aux.dim() == 1)
     if structure is not None and as_given and (position_bias is None or position_bias.dtype == options["bias"].dtype):
-        inner = False, scaling, options["softcap"], dropout, options["deterministic"], None, None, options.get("mask"), False
-        call = q, k, v, inner, (options.get("bias"), None, options.get("sink"), None, None, None)
-        repeats.remember_as(repeats.TURNED_INPUTS, query, key, value, known_as, beside, call)
+        inner = known_as._replace(causal=False, mask=options.get("mask"), frontend="")
+        call = q, k, v, inner, Extras(options.get("bias"), None, options.get("sink"))
+        call_cache.bind_as(bound_call.BHSD_INPUTS, query, key, value, known_as, extras, call)
     return o, None
 
 

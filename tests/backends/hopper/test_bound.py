@@ -26,8 +26,8 @@ from tilewise.backends.tiled import Tiled
 from tilewise.compat import sdpa, torch_flash
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
-from tilewise.problem import Call, Dropout
-from tilewise.runtime import operator, repeats
+from tilewise.problem import NO_EXTRAS, Call, Dropout
+from tilewise.runtime import call_cache, operator
 
 BF16 = torch.bfloat16
 
@@ -87,7 +87,7 @@ def test_outputs_and_numbers(device, head_dim_v):
     again, kernel = make(*qkv(head_dim_v=head_dim_v))
     for _ in range(2):
         q, k, v = qkv(head_dim_v=head_dim_v)
-        o, lse = again.forward(q, k, v, repeats.ALONE, True)
+        o, lse = again.forward(q, k, v, NO_EXTRAS, True)
         assert torch.equal(o, q[..., :head_dim_v]) and o.dtype == BF16 and lse.shape == (2, 3, 5) and (lse == 1.5).all()
     assert kernel.calls[0][4:] == (1.5, 0.5) and len(kernel.calls) == 2
 
@@ -95,7 +95,7 @@ def test_outputs_and_numbers(device, head_dim_v):
 def test_strided_inputs_give_contiguous_outputs(device):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv())
     again, _ = make(q, k, v)
-    o, _ = again.forward(q, k, v, repeats.ALONE, False)
+    o, _ = again.forward(q, k, v, NO_EXTRAS, False)
     assert o.is_contiguous() and torch.equal(o, q)
 
 
@@ -103,13 +103,13 @@ def test_what_begins_between_two_multiples_of_16_bytes_is_copied(device):
     again, kernel = make(*qkv())
     q = torch.randn(2 * 5 * 3 * 64 + 1, dtype=BF16)[1:].view(2, 5, 3, 64)
     _, k, v = qkv()
-    assert torch.equal(again.forward(q, k, v, repeats.ALONE, False)[0], q) and kernel.calls[0][0] is not q
+    assert torch.equal(again.forward(q, k, v, NO_EXTRAS, False)[0], q) and kernel.calls[0][0] is not q
 
 
 def test_an_lse_that_is_wanted_is_the_callers(device):
     again, _ = make(*qkv())
-    first, second = (again.forward(*qkv(), repeats.ALONE, True)[1] for _ in range(2))
-    unwanted = [again.forward(*qkv(), repeats.ALONE, False)[1] for _ in range(2)]
+    first, second = (again.forward(*qkv(), NO_EXTRAS, True)[1] for _ in range(2))
+    unwanted = [again.forward(*qkv(), NO_EXTRAS, False)[1] for _ in range(2)]
     assert first.data_ptr() != second.data_ptr() and unwanted[0] is unwanted[1]
     assert unwanted[0].data_ptr() not in (first.data_ptr(), second.data_ptr())
 
@@ -117,14 +117,14 @@ def test_an_lse_that_is_wanted_is_the_callers(device):
 def test_a_large_lse_is_not_kept(device, monkeypatch):
     monkeypatch.setattr(bound, "KEPT_BYTES", 2 * 3 * 5 * 4 - 1)
     again, _ = make(*qkv())
-    first, second = (again.forward(*qkv(), repeats.ALONE, False)[1] for _ in range(2))
+    first, second = (again.forward(*qkv(), NO_EXTRAS, False)[1] for _ in range(2))
     assert first.data_ptr() != second.data_ptr()
 
 
 def test_each_stream_has_its_own(device):
     again, kernel = make(*qkv())
     for device.stream in (1, 2, 1, 2, 2):
-        again.forward(*qkv(), repeats.ALONE, False)
+        again.forward(*qkv(), NO_EXTRAS, False)
     counters = [call[3] for call in kernel.calls]
     assert counters[0] is counters[2] and counters[1] is counters[3] is counters[4] and counters[0] is not counters[1]
     assert [int(counter) for counter in counters[:2]] == [2, 3] and kernel.calls[0][2] is not kernel.calls[1][2]
@@ -132,12 +132,12 @@ def test_each_stream_has_its_own(device):
 
 def test_a_captured_call_has_its_own(device):
     again, kernel = make(*qkv())
-    again.forward(*qkv(), repeats.ALONE, False)
+    again.forward(*qkv(), NO_EXTRAS, False)
     device.captures = True
     for _ in range(2):
-        again.forward(*qkv(), repeats.ALONE, False)
+        again.forward(*qkv(), NO_EXTRAS, False)
     device.captures = False
-    again.forward(*qkv(), repeats.ALONE, False)
+    again.forward(*qkv(), NO_EXTRAS, False)
     eager, first, second, after = ((call[2].data_ptr(), call[3].data_ptr()) for call in kernel.calls)
     assert eager == after and not {*eager} & {*first, *second} and not {*first} & {*second}
     assert keeping._OF_GRAPHS[id(again.rest)] is again.rest  # a mask's tables, where it has some
@@ -145,11 +145,11 @@ def test_a_captured_call_has_its_own(device):
 
 def test_another_device_is_entered(device):
     again, _ = make(*qkv())
-    again.forward(*qkv(), repeats.ALONE, False)
+    again.forward(*qkv(), NO_EXTRAS, False)
     assert not device.entered
     device.current = 3
     q, k, v = qkv()
-    assert torch.equal(again.forward(q, k, v, repeats.ALONE, False)[0], q) and device.entered == [None] and device.current == 3
+    assert torch.equal(again.forward(q, k, v, NO_EXTRAS, False)[0], q) and device.entered == [None] and device.current == 3
 
 
 def test_nothing_of_the_first_call_is_held(device):
@@ -251,11 +251,11 @@ def stub(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captures)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=device.stream))
     monkeypatch.setattr(api, "_on_gpu", lambda *cu_seqlens: True)
-    monkeypatch.setattr(repeats, "choose", lambda problem, name: backend)
+    monkeypatch.setattr(call_cache, "choose", lambda problem, name: backend)
     monkeypatch.setattr(operator, "choose", lambda problem, name: backend)
-    repeats.forget()
+    call_cache.forget()
     yield backend
-    repeats.forget()
+    call_cache.forget()
 
 
 def test_a_bound_call_serves_more(stub, monkeypatch):
@@ -272,7 +272,7 @@ def test_gradients(stub, monkeypatch):
     for _ in range(3):
         o = tw.attention(*x, causal=True)
         results.append((o, *torch.autograd.grad(o, x, torch.ones_like(o))))
-    assert stub.forwards == stub.backwards == stub.repairs == 3 and len(repeats._KNOWN) == 1
+    assert stub.forwards == stub.backwards == stub.repairs == 3 and len(call_cache._KNOWN) == 1
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
@@ -326,12 +326,12 @@ def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
     x, options = [x.requires_grad_() for x in qkv()], {"causal": True, **beside(kind)}
     long = []
     with monkeypatch.context() as patched:
-        patched.setattr(repeats, "find", lambda *_: None)
+        patched.setattr(call_cache, "find", lambda *_: None)
         long = run(tw.attention, x, options, return_lse)
     without_the_operators(monkeypatch, stub)
     for a, b in zip(run(tw.attention, x, options, return_lse), long, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
-    assert len(repeats._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1
 
 
 @pytest.mark.parametrize("kind", [None, "bias", "sink", "all"])
@@ -348,14 +348,14 @@ def test_dropout_is_drawn_at_each_call(stub, monkeypatch, kind, dtype):
         return [run(tw.attention, x, options | seed, False) for seed in seeds]
 
     with monkeypatch.context() as patched:
-        patched.setattr(repeats, "find", lambda *_: None)
+        patched.setattr(call_cache, "find", lambda *_: None)
         long = results()
     without_the_operators(monkeypatch, stub)
     short = results()
     for a, b in itertools.chain(*(zip(*each, strict=True) for each in zip(short, long, strict=True))):
         torch.testing.assert_close(a, b, atol=2e-2 if "sink" in options else 0, rtol=1e-2 if "sink" in options else 0)
     assert not any(torch.equal(short[0][0], each[0]) for each in short[1:]) and torch.equal(short[2][0], short[4][0])
-    assert len(repeats._KNOWN) == 1
+    assert len(call_cache._KNOWN) == 1
     with pytest.raises(ValueError, match="dropout_seed"):
         tw.attention(*x, **options, dropout_seed=-1)
 
@@ -373,7 +373,7 @@ def test_dropout_of_drop_ins(stub, monkeypatch):
 
     results()
     with monkeypatch.context() as patched:
-        patched.setattr(repeats, "find", lambda *_: None)
+        patched.setattr(call_cache, "find", lambda *_: None)
         long = results()
     without_the_operators(monkeypatch, stub)
     monkeypatch.setattr(sdpa, "attention", None)
@@ -412,7 +412,7 @@ def test_checkpointing_draws_the_same_again(stub):
         return tw.attention(*tensors, sink=sink, causal=True, dropout_p=0.5)
 
     for again in (lambda *tensors: attend(*tensors), lambda *tensors: checkpoint(attend, *tensors, use_reentrant=False)):
-        repeats.forget()
+        call_cache.forget()
         for _ in range(2):
             torch.manual_seed(3)
             o = again(*x)
@@ -473,17 +473,17 @@ def test_documents(stub, monkeypatch, return_lse, sink):
             without_the_operators(patched, stub)
             short = run(attend, x, options, return_lse)
         with monkeypatch.context() as patched:
-            patched.setattr(repeats, "find", lambda *_: None)
+            patched.setattr(call_cache, "find", lambda *_: None)
             long = run(attend, x, options, return_lse)
         assert short[0].shape == (12, 3, 64) and short[0].is_contiguous() and (not return_lse or short[1].shape == (3, 12))
         for a, b in zip(short, long, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2 if sink else 0, rtol=1e-2 if sink else 0)
-    known = len(repeats._KNOWN)
+    known = len(call_cache._KNOWN)
     ends = lengths(5, 12), lengths(7, 12)
     run(attend, packed(), options, return_lse)
     ends = ends[0].long(), ends[1]
     run(attend, packed(), options, return_lse)
-    assert len(repeats._KNOWN) == known + 2
+    assert len(call_cache._KNOWN) == known + 2
 
 
 def test_bad_documents_after_good_ones_get_their_error(stub):
@@ -538,7 +538,7 @@ def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
     x = tensors()
     for return_lse in (True, False):
         with monkeypatch.context() as patched:
-            patched.setattr(repeats, "find", lambda *_: None)
+            patched.setattr(call_cache, "find", lambda *_: None)
             with torch.no_grad():
                 long = tw.attention(*x, **options, return_lse=True)
         with torch.no_grad():
@@ -558,7 +558,7 @@ def gradients_of(kernel, *scratch):
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
     again = backward_bound.Bound(call, launch, scratch + none, None, (), lambda has: (), ())
-    return partial(again, q, q, q, q, lse, q, None, repeats.ALONE, False)
+    return partial(again, q, q, q, q, lse, q, None, NO_EXTRAS, False)
 
 
 SMALL = (2, 3), torch.float32

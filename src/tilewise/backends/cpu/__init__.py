@@ -64,7 +64,7 @@ class Cpu(Backend):
     def details(self, call: Call) -> list[str]:
         """The instruction set that this call's kernels use, which for small calls need not be the best one; for `explain`."""
         found, bound = library(), self._bound(in_rows(replace(call, grad=True)))
-        args, keep = bound.arguments((call.bias, call.alibi_slopes, call.sink, None))
+        args, keep = bound.arguments(call.extras)
         runs = abi.RUN_DECODE if args.few else abi.RUN_FORWARD, abi.RUN_BACKWARD
         forward, backward = (abi.ISAS[found.functions.tw_isa_of(ctypes.byref(args), run)] for run in runs)
         way = []
@@ -88,9 +88,10 @@ class Cpu(Backend):
         """Contiguous gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
         call, found = in_rows(call), library()
         bound = Bound(call, found, self._isa(found), None, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
-        extras = call.bias, call.alibi_slopes, call.sink, None
         d_lse = None if d_lse is None else d_lse.float()
-        return Gradients(*bound.backward(call.q, call.k, call.v, o, in_order(lse), d_o, d_lse, extras, bias_grad and call.bias is not None))
+        return Gradients(
+            *bound.backward(call.q, call.k, call.v, o, in_order(lse), d_o, d_lse, call.extras, bias_grad and call.bias is not None)
+        )
 
     def _bound(self, call: Call) -> Bound:
         found = library()

@@ -72,7 +72,7 @@ class Bound:
         """As `Backend.forward`, of the bound call itself."""
         o = self.new_o(call.q) if call.out is None else call.out
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=CPU)
-        args, keep = self.arguments((call.bias, call.alibi_slopes, call.sink, None))
+        args, keep = self.arguments(call.extras)
         set_tensor(args.o, o)
         if not call.row_max:
             row_max = ()

@@ -11,7 +11,6 @@ from tilewise.backends.hopper import packing, short
 from tilewise.backends.hopper.operands import Work
 from tilewise.backends.tables.keeping import hold
 from tilewise.errors import check_memory
-from tilewise.masks import Unread
 from tilewise.problem import Call
 from tilewise.sm90.jit import aligned, in_place, strided, tensors_of
 
@@ -86,17 +85,14 @@ class Bound:
 
     def results(self, call: Call) -> tuple[Tensor, ...]:
         """As `Backend.forward`, of the bound call itself; O is its `out` where the kernel can write there."""
-        ends = call.mask.ends() if isinstance(call.mask, Unread) else (None, None)
-        extras = call.bias, call.alibi_slopes, call.sink, None, *ends
-        if call.scales is not None:
-            extras = *extras, call.q_scale, call.k_scale, call.v_scale
+        extras = call.extras
         with torch.cuda.device(call.q.device):
             _, rest, first = self.at_hand()
             lse, o = self.empty(*self.lse), call.out
             if o is None or not in_place(o) or self.packed is not None:
                 o = self.empty(*self.o)
             if first is not None:
-                first(*ends)
+                first(extras.cu_seqlens_q, extras.cu_seqlens_k, True)  # whose mask was checked
             if self.made is not None:
                 rest = *rest, *self.made(*extras)
             if not call.row_max:

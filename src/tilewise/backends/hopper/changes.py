@@ -75,7 +75,7 @@ def draw(call: Call) -> Draw | None:
 
 
 def drawer(call: Call) -> Callable[[Tensor | None], Draw | None]:
-    """What gives `draw` of calls like this one, each with its own `Beside.rng`, or the call's where that is None."""
+    """What gives `draw` of calls like this one, each with its own `Extras.rng`, or the call's where that is None."""
     like, dropout = draw(call), call.dropout
     if like is None:
         return lambda rng: None

@@ -14,7 +14,7 @@ from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits import scratch
 from tilewise.backends.hopper.forward import plan
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.runtime import operator, repeats
+from tilewise.runtime import call_cache, operator
 from tilewise.sm90 import jit
 
 E4M3 = torch.float8_e4m3fn
@@ -54,11 +54,11 @@ def stub(monkeypatch):
     monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(jit, "compiled", backend.compiled)
     monkeypatch.setattr(eight_bits, "_ONES", {})
-    for module in (operator, repeats):
+    for module in (operator, call_cache):
         monkeypatch.setattr(module, "choose", lambda problem, name: backend)
-    repeats.forget()
+    call_cache.forget()
     yield backend
-    repeats.forget()
+    call_cache.forget()
 
 
 def qkv(seqlen_q=20, seqlen_k=200, dim=64):
@@ -169,10 +169,10 @@ def test_which_tensors_there_are_is_told_apart(stub):
         *_, (_, (_, found, *_)) = stub.launches
         want = [kind.get(name, eight_bits.one(a.device)).data_ptr() for name in scales]
         assert [x.data_ptr() for x in found[:3]] == want
-    assert stub.binds == len(repeats._KNOWN) == len(kinds)
+    assert stub.binds == len(call_cache._KNOWN) == len(kinds)
     for precision in (None, "int8", "fp8") * 3:
         tw.attention(*qkv(), precision=precision)
-    assert stub.binds == len(repeats._KNOWN) == len(kinds) + 3
+    assert stub.binds == len(call_cache._KNOWN) == len(kinds) + 3
 
 
 def test_bad_input_after_good_gets_its_error(stub):
@@ -205,11 +205,11 @@ def test_what_is_not_kept(stub):
         assert torch.equal(stub.launches[-1][1][0][0].view(E4M3).float(), -q.float())
         tw.attention(q, k, v, **{name: x.half() for name, x in scales.items()})
         tw.attention(q, k, v, **scales, return_max_logits=True)
-    assert stub.long == 6 and stub.binds == len(repeats._KNOWN) == 1  # of the negative scale
+    assert stub.long == 6 and stub.binds == len(call_cache._KNOWN) == 1  # of the negative scale
     with torch.no_grad():
         for _ in range(2):
             tw.attention(*leaves, precision="int8")
-    assert stub.long == 6 and stub.binds == len(repeats._KNOWN) == 2
+    assert stub.long == 6 and stub.binds == len(call_cache._KNOWN) == 2
 
 
 def test_a_graph_has_a_one_of_its_own(stub):
@@ -234,7 +234,7 @@ def test_nothing_of_a_call_is_held(stub):
     held = [weakref.ref(x) for x in (*tensors, *scales.values())]
     stub.launches.clear()
     del tensors, scales
-    assert len(repeats._KNOWN) == 1 and not any(ref() is not None for ref in held)
+    assert len(call_cache._KNOWN) == 1 and not any(ref() is not None for ref in held)
 
 
 def test_tensors_that_are_allocated_together():

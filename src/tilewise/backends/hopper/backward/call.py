@@ -112,11 +112,9 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     """Contiguous dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what
     `lines` says instead.
     """
-    ends = call.mask.ends() if isinstance(call.mask, Unread) else (None, None)
-    extras = call.bias, call.alibi_slopes, call.sink, None, *ends
     given = (*(jit.readable(x) for x in (call.q, call.k, call.v, o)), jit.rows(lse), jit.readable(d_o))
     d_lse = None if d_lse is None else d_lse.to(torch.float32)
-    return Gradients(*bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))(*given, d_lse, extras, bias_grad))
+    return Gradients(*bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))(*given, d_lse, call.extras, bias_grad))
 
 
 class WithoutKeys:
@@ -207,7 +205,7 @@ def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callabl
     if tables is None:
         find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
 
-    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
+    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *_scales):
         seen = tables
         if find is not None:
             seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)

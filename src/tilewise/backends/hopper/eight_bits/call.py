@@ -190,7 +190,7 @@ def _with_ends(call: Call, made: Callable | None) -> Callable:
     """What makes `Given.ends` of the tensors of `problem.Extras`, behind what `made` makes of them."""
     device = call.q.device
 
-    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k):
+    def all_made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *_scales):
         found = () if made is None else made(bias, slopes, sink, rng)
         return *found, documents.on_device(cu_seqlens_k, device)
 

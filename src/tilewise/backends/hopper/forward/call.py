@@ -90,8 +90,8 @@ def _ahead(call: Call, plan: Plan) -> Callable:
             made = rows.Rows(*short.shared("rows", shapes, torch.int32, device, stream))
             written = rows.Rows(*(short.as_operand(x, x.is_cuda) for x in made))
 
-        def run(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
-            if not short.capturing():
+        def run(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, checked: bool = False) -> None:
+            if not (checked or short.capturing()):
                 check_lengths(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k)
             find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device), written)
 
@@ -101,7 +101,7 @@ def _ahead(call: Call, plan: Plan) -> Callable:
 
 
 def _maker(call: Call, config: Config, scale: float) -> Callable:
-    """What makes the scores' bundle from the tensors of `repeats.Beside`, which may leave the random state to the call."""
+    """What makes the scores' bundle from the tensors of `problem.Extras`, which may leave the random state to the call."""
     outer, inner, factor = changes.numbers(call, config, scale)
     shift, drawn, pairs = call.seqlen_k - call.seqlen_q, changes.drawer(call), config.bias_pairs
     diagonal = changes.diagonal_of(call)

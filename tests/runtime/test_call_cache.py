@@ -11,14 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Dense, SlidingWindow
-from tilewise.runtime import repeats
+from tilewise.problem import NO_EXTRAS
+from tilewise.runtime import bound_call, call_cache
+from tilewise.runtime.call_cache import Options
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    repeats.forget()
+    call_cache.forget()
     yield
-    repeats.forget()
+    call_cache.forget()
 
 
 def qkv(seqlen_q=5, seqlen_k=7, dtype=torch.float32):
@@ -26,7 +28,7 @@ def qkv(seqlen_q=5, seqlen_k=7, dtype=torch.float32):
 
 
 def remembered() -> int:
-    return len(repeats._KNOWN)
+    return len(call_cache._KNOWN)
 
 
 OPTIONS = (
@@ -46,7 +48,7 @@ def test_the_short_way_gives_the_same_bits(options, lengths, dtype):
     first, second = qkv(*lengths, dtype), qkv(*lengths, dtype)
     tw.attention(*first, **options)
     short = tw.attention(*second, **options)
-    repeats.forget()
+    call_cache.forget()
     long = tw.attention(*second, **options)
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True)) and type(short) is type(long)
 
@@ -212,13 +214,13 @@ def test_calls_with_more_tensors(kind, dtype, return_lse, monkeypatch):
             run()
         else:
             with monkeypatch.context() as patched:
-                patched.setattr(repeats.operator, "attend", None)  # the long way
-                patched.setattr(repeats.operator, "differentiate", None)
+                patched.setattr(call_cache.operator, "attend", None)  # the long way
+                patched.setattr(call_cache.operator, "differentiate", None)
                 short = run()
-            kept = dict(repeats._KNOWN)
-            repeats.forget()
+            kept = dict(call_cache._KNOWN)
+            call_cache.forget()
             assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(short, run(), strict=True))
-            repeats._KNOWN.update(kept)
+            call_cache._KNOWN.update(kept)
     assert remembered() == 1
 
 
@@ -245,9 +247,9 @@ def test_more_tensors_are_told_apart():
     }
     expected = {}
     for name, options in ways.items():
-        repeats.forget()
+        call_cache.forget()
         expected[name] = tw.attention(q, k, v, **options)
-    repeats.forget()
+    call_cache.forget()
     for first in ways:
         for second in ways:
             for name in (first, second, second):
@@ -262,7 +264,7 @@ def test_values_of_more_tensors_are_read_at_each_call():
         before = tw.attention(q, k, v, **options)
         changed = {name: x.mul_(2.0) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
         short = tw.attention(q, k, v, **changed)
-        repeats.forget()
+        call_cache.forget()
         assert not torch.equal(short, before) and torch.equal(short, tw.attention(q, k, v, **changed))
 
 
@@ -356,7 +358,7 @@ def test_threads_are_read_at_each_call():
 
 
 def test_it_does_not_grow_without_end(monkeypatch):
-    monkeypatch.setattr(repeats, "MOST", 3)
+    monkeypatch.setattr(call_cache, "MOST", 3)
     for n in range(1, 9):
         tw.attention(*qkv(n, n))
         assert remembered() <= 3
@@ -366,7 +368,7 @@ def test_the_call_before_is_found_without_a_signature(monkeypatch):
     x = qkv()
     for _ in range(2):
         tw.attention(*x, causal=True)
-    monkeypatch.setattr(repeats, "signature", None)
+    monkeypatch.setattr(call_cache, "signature", None)
     assert torch.equal(tw.attention(*x, causal=True), tw.attention(*x, causal=True))
     monkeypatch.undo()
     assert remembered() == 1
@@ -391,9 +393,9 @@ def test_what_differs_from_the_call_before_is_seen():
     }
     expected = {}
     for name, call in ways.items():
-        repeats.forget()
+        call_cache.forget()
         expected[name] = call()
-    repeats.forget()
+    call_cache.forget()
     for first in ways:
         for second in ways:
             for name in (first, first, second, second):
@@ -422,10 +424,11 @@ def test_flags_that_equal_others_are_still_refused(wrong):
 
 
 def test_without_torchs_check_the_signature_serves(monkeypatch):
-    monkeypatch.setattr(repeats, "guard", lambda *_: None)
+    for module in (call_cache, bound_call):
+        monkeypatch.setattr(module, "guard", lambda *_: None)
     x = qkv()
     right = tw.attention(*x, causal=True)
-    assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and repeats._recent == () and remembered() == 1
+    assert all(torch.equal(tw.attention(*x, causal=True), right) for _ in range(3)) and call_cache._recent == () and remembered() == 1
 
 
 def _autocast(call):
@@ -437,28 +440,28 @@ class Front:
     """A front end's function, whose tensors are arranged in another way than `tw.attention`'s."""
 
     def __init__(self, arrangement: str, return_lse: bool = False) -> None:
-        self.arrangement, self.return_lse, self.name, self.short = arrangement, return_lse, object(), 0
-        repeats.forget()
+        self.arrangement, self.return_lse, self.name, self.short = arrangement, return_lse, f"test {arrangement}", 0
+        call_cache.forget()
 
     def leaves(self, grads=(True, True, True)) -> list[torch.Tensor]:
-        shape = {repeats.PACKED: (6, 4, 8), "": (1, 6, 4, 8)}.get(self.arrangement, (1, 4, 6, 8))
+        shape = {bound_call.PACKED: (6, 4, 8), "": (1, 6, 4, 8)}.get(self.arrangement, (1, 4, 6, 8))
         return [torch.randn(shape).requires_grad_(grad) for grad in grads]
 
     def __call__(self, q, k, v):
-        options = True, None, 0.0, 0.0, False, self.name, None, None, self.return_lse
-        if (known := repeats.find(q, k, v, options)) is not None:
+        options = Options(True, None, 0.0, 0.0, False, None, None, None, self.return_lse, self.name)
+        if (known := call_cache.find(q, k, v, options)) is not None:
             self.short += 1
             return known(q, k, v)
-        inside = [repeats.INSIDE[self.arrangement](x) for x in (q, k, v)]
+        inside = [bound_call.INSIDE[self.arrangement](x) for x in (q, k, v)]
         results = tw.attention(*inside, causal=True, return_lse=self.return_lse)
-        call = *inside, (True, None, 0.0, 0.0, False, None, None, None, self.return_lse), repeats.ALONE
-        repeats.remember_as(self.arrangement, q, k, v, options, repeats.ALONE, call)
+        call = *inside, options._replace(frontend=""), NO_EXTRAS
+        call_cache.bind_as(self.arrangement, q, k, v, options, NO_EXTRAS, call)
         o, *lse = results if self.return_lse else (results,)
-        o = o if self.arrangement == repeats.TURNED_INPUTS else repeats.OUTSIDE[self.arrangement](o)
-        return (o, lse[0].squeeze(0) if self.arrangement == repeats.PACKED else lse[0]) if self.return_lse else o
+        o = o if self.arrangement == bound_call.BHSD_INPUTS else bound_call.OUTSIDE[self.arrangement](o)
+        return (o, lse[0].squeeze(0) if self.arrangement == bound_call.PACKED else lse[0]) if self.return_lse else o
 
 
-ARRANGEMENTS = repeats.PACKED, repeats.TURNED, repeats.TURNED_INPUTS
+ARRANGEMENTS = bound_call.PACKED, bound_call.BHSD, bound_call.BHSD_INPUTS
 
 
 def arriving(o: torch.Tensor) -> list[torch.Tensor]:
@@ -475,7 +478,7 @@ def test_arranged_calls_have_the_long_ways_gradients(arrangement, return_lse):
     for grads in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
         leaves = front.leaves(grads)
         wanted = [x for x in leaves if x.requires_grad]
-        repeats.forget()
+        call_cache.forget()
         long = front(*leaves)
         for turn in range(3):
             short = front(*leaves)

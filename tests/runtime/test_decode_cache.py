@@ -11,7 +11,7 @@ import tilewise as tw
 from tilewise.backends.cpu import Cpu
 from tilewise.masks import Causal, Dense, SlidingWindow
 from tilewise.problem import DecodeTensors
-from tilewise.runtime import append_operator, cache_values, decode_operator, decode_repeats, repeats
+from tilewise.runtime import append_operator, bound_call, cache_values, decode_cache, decode_operator
 
 WANTED = cache_values.wanted
 
@@ -61,9 +61,9 @@ def backend(monkeypatch):
     monkeypatch.setattr(append_operator, "_backend", lambda _: found)
     monkeypatch.setattr(cache_values, "wanted", lambda device, check: WANTED(torch.device("cuda"), check))
     monkeypatch.delenv("TILEWISE_CHECK", raising=False)
-    decode_repeats.forget()
+    decode_cache.forget()
     yield found
-    decode_repeats.forget()
+    decode_cache.forget()
 
 
 def drawn(*shape, seed=0, dtype=torch.float32):
@@ -144,21 +144,21 @@ def test_what_is_found_for_a_call_serves_those_like_it(make, more, backend):
     wanted = []
     for seed in range(3):
         wanted.append(called(seed))
-        decode_repeats.forget()
+        decode_cache.forget()
     for seed in (0, 1, 2, 0):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(called(seed), wanted[seed], strict=True))
-    assert backend.binds == 3 + 1 and len(decode_repeats._KNOWN) == 1
+    assert backend.binds == 3 + 1 and len(decode_cache._KNOWN) == 1
 
 
 def test_caches_that_the_backend_cannot_write_are_torchs(backend):
     (q, *caches), given = contiguous()
     given |= new(0, 2, 3, 2, 8, cache_seqlens=ints(2, 9))
     wanted = tw.decode(q, *(x.clone() for x in caches), **given).clone()
-    decode_repeats.forget()
+    decode_cache.forget()
     backend.refuses = True
     for _ in range(2):
         assert torch.equal(tw.decode(q, *(x.clone() for x in caches), **given), wanted)
-    assert not decode_repeats._KNOWN
+    assert not decode_cache._KNOWN
 
 
 def strided(x, dim=-1):
@@ -219,17 +219,17 @@ def test_what_differs_is_another_call(name, backend):
     changed, options = next(rest for each, *rest in changes() if each == name)
     options = given | options
     wanted = tw.decode(*[x.clone() if name == "new keys" else x for x in changed], **options).clone()
-    decode_repeats.forget()
+    decode_cache.forget()
     for _ in range(2):
         first = tw.decode(*tensors, **given)
-    known = dict(decode_repeats._KNOWN)
+    known = dict(decode_cache._KNOWN)
     assert len(known) == 1
     binds = backend.binds
     assert torch.equal(tw.decode(*[x.clone() if name == "new keys" else x for x in changed], **options), wanted)
     assert backend.binds > binds
     binds = backend.binds
     assert torch.equal(tw.decode(*tensors, **given), first)
-    assert backend.binds == binds and known.items() <= decode_repeats._KNOWN.items()
+    assert backend.binds == binds and known.items() <= decode_cache._KNOWN.items()
 
 
 def latent(seed=0):
@@ -243,18 +243,18 @@ def latent(seed=0):
 def test_values_in_the_keys_memory_are_another_call(shared_first, guarded, backend, monkeypatch):
     """Of equal sizes and strides; a backend may read such memory once."""
     if not guarded:
-        monkeypatch.setattr(repeats, "guard", lambda *_: None)
+        monkeypatch.setattr(bound_call, "guard", lambda *_: None)
     (q, k, shared), given = latent()
     apart = drawn(2, 12, 1, 12, seed=9)[..., :8]
     first, then = (shared, apart) if shared_first else (apart, shared)
     wanted = tw.decode(q, k, then, **given)
-    decode_repeats.forget()
+    decode_cache.forget()
     for _ in range(2):
         tw.decode(q, k, first, **given)
     assert backend.binds == 2
     for _ in range(2):
         assert torch.equal(tw.decode(q, k, then, **given), wanted)
-    assert backend.binds == 3 and len(decode_repeats._KNOWN) == 2
+    assert backend.binds == 3 and len(decode_cache._KNOWN) == 2
 
 
 def test_a_call_that_returns_lse_is_another(backend):
@@ -269,22 +269,22 @@ def test_a_call_that_returns_lse_is_another(backend):
 def test_calls_in_turn_are_each_remembered(backend, monkeypatch):
     """More of them than are tried first."""
     (q, k, v), given = paged()
-    ways = [{"scale": 0.1 * n} for n in range(1, decode_repeats.RECENT + 3)]
+    ways = [{"scale": 0.1 * n} for n in range(1, decode_cache.RECENT + 3)]
     wanted = [tw.decode(q, k, v, **given, **way) for way in ways]
     for _ in range(2):
         assert all(torch.equal(tw.decode(q, k, v, **given, **way), o) for way, o in zip(ways, wanted, strict=True))
-    assert backend.binds == len(ways) and len(decode_repeats._recent) == decode_repeats.RECENT
-    monkeypatch.setattr(decode_repeats, "_signature", None)  # none is made for the call before
+    assert backend.binds == len(ways) and len(decode_cache._recent) == decode_cache.RECENT
+    monkeypatch.setattr(decode_cache, "_signature", None)  # none is made for the call before
     tw.decode(q, k, v, **given, **ways[-1])
     assert backend.binds == len(ways)
 
 
 def test_without_torchs_check_the_signature_serves(backend, monkeypatch):
-    monkeypatch.setattr(repeats, "guard", lambda *_: None)
+    monkeypatch.setattr(bound_call, "guard", lambda *_: None)
     tensors, given = paged()
     for _ in range(3):
         tw.decode(*tensors, **given)
-    assert backend.binds == 1 and decode_repeats._recent == ()
+    assert backend.binds == 1 and decode_cache._recent == ()
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_bad_input_after_good_gets_its_error(name, wrong, backend):
         tw.decode(**good)
     with pytest.raises(ValueError, match=name) as told:
         tw.decode(**good | {name: wrong})
-    decode_repeats.forget()
+    decode_cache.forget()
     with pytest.raises(ValueError, match=name) as before:
         tw.decode(**good | {name: wrong})
     assert str(told.value) == str(before.value) and backend.binds == 1
@@ -350,7 +350,7 @@ def test_memory_that_was_given_back_is_refused(backend):
 def test_what_else_takes_part_is_not_bypassed(backend, monkeypatch):
     (q, k, v), given = paged()
     plain = tw.decode(q, k, v, **given)
-    monkeypatch.setattr(decode_repeats.Known, "__call__", None)
+    monkeypatch.setattr(decode_cache.Known, "__call__", None)
     with torch.autocast("cpu", torch.bfloat16):
         assert tw.decode(q, k, v, **given).dtype == torch.bfloat16
     with FlopCounterMode(display=False):
@@ -367,7 +367,7 @@ def test_what_else_takes_part_is_not_bypassed(backend, monkeypatch):
     with torch.no_grad():
         loose = tw.decode(q.clone().requires_grad_(), k, v, **given)
     monkeypatch.undo()
-    assert torch.equal(loose, plain) and len(decode_repeats._KNOWN) == 1
+    assert torch.equal(loose, plain) and len(decode_cache._KNOWN) == 1
     with torch.inference_mode():
         for _ in range(2):
             assert torch.equal(tw.decode(q.clone(), k, v, **given), plain)
@@ -379,7 +379,7 @@ def test_what_is_compiled_is_the_operator(monkeypatch):
     (q, k, v), given = paged()
     for _ in range(2):
         plain = tw.decode(q, k, v, **given)
-    monkeypatch.setattr(decode_repeats.Known, "__call__", None)
+    monkeypatch.setattr(decode_cache.Known, "__call__", None)
     traced = []
 
     def counting(graph, inputs):
@@ -422,7 +422,7 @@ def test_on_the_cpu_values_are_always_checked(backend, monkeypatch):
         tw.decode(q, k, v, **given)
     with pytest.raises(ValueError, match="cache_seqlens"):
         tw.decode(q, k, v, **given | {"cache_seqlens": ints(5, 13)})
-    assert not decode_repeats._KNOWN
+    assert not decode_cache._KNOWN
 
 
 def test_a_mask_that_holds_a_tensor_is_not_remembered(backend):
@@ -430,20 +430,20 @@ def test_a_mask_that_holds_a_tensor_is_not_remembered(backend):
     shown = torch.ones(1, 1, 3, 12, dtype=torch.bool)
     for options in ({"mask": Dense(shown)}, {"mask": {(0, 2): Causal(), (2, 4): SlidingWindow(1, 0)}}):
         tw.decode(q, k, v, **given, **options)
-    assert not decode_repeats._KNOWN
+    assert not decode_cache._KNOWN
 
 
 def test_it_does_not_grow_without_end(monkeypatch):
-    monkeypatch.setattr(decode_repeats, "MOST", 3)
+    monkeypatch.setattr(decode_cache, "MOST", 3)
     (q, k, v), given = paged()
     for n in range(1, 9):
         tw.decode(q, k, v, **given, scale=float(n))
-        assert len(decode_repeats._KNOWN) <= 3
+        assert len(decode_cache._KNOWN) <= 3
 
 
 def test_options_and_tensors_are_arguments_of_decode():
     names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
-    known = {"cache_seqlens" if name == "seqlens" else name for name in DecodeTensors._fields + decode_repeats.Options._fields}
+    known = {"cache_seqlens" if name == "seqlens" else name for name in DecodeTensors._fields + decode_cache.Options._fields}
     assert known == names
 
 

@@ -9,7 +9,7 @@ from hopper_problems import NEEDS_HOPPER
 
 import tilewise as tw
 from tilewise.backends.hopper import Hopper
-from tilewise.runtime import decode_repeats
+from tilewise.runtime import decode_cache
 
 pytestmark = NEEDS_HOPPER
 
@@ -25,9 +25,9 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def fresh():
-    decode_repeats.forget()
+    decode_cache.forget()
     yield
-    decode_repeats.forget()
+    decode_cache.forget()
 
 
 def arguments(case: DecodeCase, seed: int = 0) -> dict:
@@ -47,7 +47,7 @@ def again(monkeypatch, **given):
 def test_what_is_found_for_a_call_serves_those_like_it(case, monkeypatch):
     wanted = []
     for seed in (1, 0):
-        decode_repeats.forget()
+        decode_cache.forget()
         wanted.append(tw.decode(**arguments(case, seed), return_lse=True))
     for seed, bits in zip((0, 0, 1), (wanted[1], wanted[1], wanted[0]), strict=True):
         found = again(monkeypatch, **arguments(case, seed))
@@ -76,18 +76,18 @@ def test_new_tokens_are_written(name, rotated, monkeypatch):
         tw.append(**caches, **fresh, **places, cu_seqlens=given["cu_seqlens_q"], **tables)
         ends = given["cache_seqlens"] + torch.tensor(new, dtype=torch.int32, device="cuda")
         wanted = tw.decode(**given | caches | tables | {"cache_seqlens": ends}, return_lse=True)
-        known = dict(decode_repeats._KNOWN)
+        known = dict(decode_cache._KNOWN)
         given |= fresh | tables | {"out": torch.empty_like(given["q"])}
         found = again(monkeypatch, **given) if seed else tw.decode(**given, return_lse=True)
         assert found[0] is given["out"] and all(map(torch.equal, found, wanted))
         assert all(torch.equal(given[x].view(torch.int16), caches[x].view(torch.int16)) for x in caches)
-        assert len(decode_repeats._KNOWN) == len(known) + (seed == 0)
+        assert len(decode_cache._KNOWN) == len(known) + (seed == 0)
 
 
 def test_tensors_between_the_kernels_addresses(monkeypatch):
     """Same sizes and strides, but memory begins between multiples of 16 bytes: pools of pages are refused, and not copied; others are."""
     for case in ("paged", "contiguous"):
-        decode_repeats.forget()
+        decode_cache.forget()
         given = arguments(CASES[case])
         wanted = tw.decode(**given, return_lse=True)
         for name in ("q", "k_cache", "v_cache"):

@@ -1,4 +1,4 @@
-"""Calls of `decode` that a backend computes at once: what it found for the first is kept for those like it (repeats.py has the same for `attention`).
+"""Calls of `decode` that a backend computes at once: what it found for the first is kept for those like it (of `attention`: call_cache.py).
 
 A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, all options are equal, and values begin
 where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are kept, whose index tensors are
@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from tilewise.backends import BoundDecode
 from tilewise.masks import Mask
 from tilewise.problem import DecodeTensors
-from tilewise.runtime import append_operator, cache_values, operator, repeats
+from tilewise.runtime import append_operator, bound_call, cache_values, call_cache, operator
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
 MOST = 1024
@@ -58,12 +58,12 @@ class Known:
         self.there = itemgetter(*where)
         self.latent, self.slopes = _latent(given), given[SLOPES] is not None
         self.spans = [(i, _span(given[i])) for i in where]  # in bytes; `out` is the last, where it is there
-        self.guard = repeats.guard(*_there(given))  # of tensors, as in `repeats.Known.check`
+        self.guard = bound_call.guard(*_there(given))  # of tensors, as in `BoundCall.check`
 
     def __call__(self, given: tuple) -> tuple[Tensor, Tensor] | None:
         """None where the new tokens have to be written another way, and nothing was done."""
         if self.slopes:
-            given = *given[:SLOPES], repeats.slopes_of(given[SLOPES]), *given[SLOPES + 1 :]
+            given = *given[:SLOPES], bound_call.slopes_of(given[SLOPES]), *given[SLOPES + 1 :]
         seqlens, out = given[SEQLENS], given[OUT]
         if self.append is not None and (seqlens := self.append(NEW(given))) is None:
             return None
@@ -161,7 +161,7 @@ def forget() -> None:
 
 def _may_be_known(tensors: list[Tensor]) -> bool:
     """Whether nothing takes part in the call, and nobody may want a gradient."""
-    return repeats.is_plain(tuple(tensors)) and not any(x.requires_grad for x in tensors)
+    return call_cache.is_plain(tuple(tensors)) and not any(x.requires_grad for x in tensors)
 
 
 def _same_memory(x: Tensor, operand: Tensor) -> bool:
@@ -184,4 +184,4 @@ def _there(given: tuple) -> list[Tensor]:
 
 
 def _signature(given: tuple, options: tuple) -> tuple:
-    return repeats.signature(tuple(_there(given)), (*[x is None for x in given], _latent(given)), options)
+    return call_cache.signature(tuple(_there(given)), (*[x is None for x in given], _latent(given)), options)
