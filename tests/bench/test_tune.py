@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from tilewise.backends.hopper import forecast
+from tilewise.backends.hopper import forecast, short
 from tilewise.backends.hopper.forward import config, plan
 from tilewise.backends.tiled import Tiled
 from tilewise.bench import tune
@@ -247,6 +247,7 @@ def test_a_contender_runs_its_own_configuration(mask, monkeypatch):
     monkeypatch.setattr(backend, "_counter", lambda device: None)
     monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(short, "current_stream", lambda device: 0)
     workload = Workload(name="x", batch=1, seqlen_q=40, heads_q=2, head_dim=64, mask=mask, dtype=BF16)
     candidate = replace(shipped((64, 64), "causal"), tile_n=96)
     (found,) = run([workload], [tune.Contender(candidate)], budget_s=0.01, memory=False)

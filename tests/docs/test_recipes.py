@@ -172,8 +172,8 @@ if not jit.why_no_compiler():
 OF_CALLS = {  # what the recipe for an argument of attention adds to problem.py; the two below go on from there
     "problem.py": [
         ("    dropout: Dropout | None = None\n", "    warmth: Tensor | None = None\n"),
-        ("\n    @property\n    def eight_bits", "    warmth: bool = False\n"),
-        ("        )\n\n    @property\n    def extras", "            self.warmth is not None,\n"),
+        ("    scales: tuple[str, str, str] | None = None", "    warmth: bool = False\n"),
+        ("            self.scales,\n", "            self.warmth is not None,\n"),
     ],
 }
 

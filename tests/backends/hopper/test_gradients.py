@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tilewise.backends.hopper import Hopper, changes
+from tilewise.backends.hopper.backward import bound, plan
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
-from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
@@ -164,7 +164,7 @@ def test_what_is_shared_has_room_where_dQ_goes():
         _, found, parts = plan.shared(config, call, 132)
         (own,), lends = plan._scratch(config, call, 1, parts)[6:], plan.lends(config, parts)
         assert lends == (parts > 0 and seqlen_k > 128) and (own is None) == lends
-        place = gradients.place_of_parts(config, parts, q).shape if lends else own[0]
+        place = bound.place_of_parts(config, parts, q).shape if lends else own[0]
         assert found == shares and math.prod(place) == parts * 128 * 256 <= q.numel() // (1 if config.one_block else 2)
     with pytest.raises(ValueError, match="thread blocks are persistent"):
         config.but(dq="staged", finishes=True)

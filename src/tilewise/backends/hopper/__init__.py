@@ -7,6 +7,7 @@ GPU, `why_not` says so.
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from tilewise.backends import Backend, BoundDecode
@@ -155,9 +156,15 @@ def _check(call: Call) -> None:
 def _bind(call: Call) -> Bound:
     """Of a call that the kernels take as it is; those of its gradients are begun to be compiled."""
     of_gradients = replace(call, precision=None) if call.problem.eight_bits else call
-    if call.grad:
-        helpers.begin(*backward.ahead(of_gradients))
-    return eight_bits.bind(call) if call.problem.eight_bits else forward.bind(call, backward.bind)
+    with torch.cuda.device(call.q.device):  # where tables are made
+        if call.grad:
+            helpers.begin(*backward.ahead(of_gradients))
+        return eight_bits.bind(call) if call.problem.eight_bits else forward.bind(call, _bind_gradients)
+
+
+def _bind_gradients(call: Call) -> backward.Bound | backward.WithoutKeys:
+    with torch.cuda.device(call.q.device):
+        return backward.bind(call)
 
 
 def _why_not_prebuilt(problem: Problem, missing: list[str]) -> list[str]:

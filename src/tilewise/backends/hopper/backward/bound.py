@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.hopper import short
+from tilewise.backends.hopper.backward.config import Config
+from tilewise.backends.hopper.backward.plan import Plan, elements_of_part
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
@@ -27,9 +29,7 @@ class Bound:
         self,
         call: Call,
         kernel: Callable,
-        scratch: tuple,
-        partial: Callable[[Tensor], Tensor] | None,
-        turns: tuple,
+        plan: Plan,
         scalars: Callable[[bool], tuple],
         rest: tuple,
         *,
@@ -42,24 +42,26 @@ class Bound:
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
-        scratch: shapes and dtypes, as in Plan; partial(dQ): Scratch.partial, where dQ lends its memory, and so is contiguous. repair: the launch that
-        follows, and its numbers. made: what makes `rest` of the call's other tensors (`problem.Extras`), where there are any. of_bias(Given, Scratch,
+        turns: those of the plan's first launch. repair: the launch that follows, and its numbers. made: what makes `rest` of the call's other tensors (`problem.Extras`), where there are any. of_bias(Given, Scratch,
         Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient: how an input's gradient lies. kept: as in `backends.Bound`.
         """
         self.kept = kept
-        self.kernel, self.partial, self.device, self.tables = kernel, partial, call.q.device.index, (rest, made, of_bias)
+        self.kernel, self.plan, self.device, self.tables = kernel, plan, call.q.device.index, (rest, made, of_bias)
         on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
-        self.turns, self.scalars = short.as_operand(turns, on_gpu), tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True))
+        self.turns, self.scalars = (
+            short.as_operand(plan.turns[0][1], on_gpu),
+            tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True)),
+        )
         self.rest = tuple(each if each is None else short.as_operand(each, on_gpu) for each in rest)
         self.repair, self.numbers = None, None
         if repair is not None:
             self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
             self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
         self.empty = short.allocator(call.q.device)
-        self.gradients = tuple(_layout(x, gradient(x), x is not call.q or partial is None) for x in (call.q, call.k, call.v))
-        self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in scratch)
-        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, scratch))
-        self.keeps, self.scratch_of = kept and partial is None and size <= KEPT_BYTES, {}
+        self.gradients = tuple(_layout(x, gradient(x), x is not call.q or not plan.lends) for x in (call.q, call.k, call.v))
+        self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in plan.scratch)
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, plan.scratch))
+        self.keeps, self.scratch_of = kept and not plan.lends and size <= KEPT_BYTES, {}
 
     def __call__(
         self,
@@ -112,10 +114,16 @@ class Bound:
     def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
         """As torch has it, and as the kernel takes it; and what repairs take of it."""
         scratch = Scratch(*(None if each is None else self.empty(*each) for each in self.scratch))
-        if self.partial is not None:
-            scratch = scratch._replace(partial=self.partial(d_q))
+        if self.plan.lends:
+            scratch = scratch._replace(partial=place_of_parts(self.plan.config, self.plan.parts, d_q))
         spoiled = None if self.repair is None else repairs.spoiled(scratch)
         return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
+
+
+def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
+    """(parts, elements) fp32: the end of dQ, which is not written before the kernel is through (of the queries that `shares.lent` counts)."""
+    elements = elements_of_part(config)
+    return d_q.view(-1)[d_q.numel() - 2 * parts * elements :].view(torch.float32).view(parts, elements)
 
 
 def _layout(x: Tensor, gradient: Tensor, any_strides: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -112,9 +112,11 @@ def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | No
     """Contiguous dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what
     `lines` says instead.
     """
+    with torch.cuda.device(call.q.device):  # where tables are made
+        bound = bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
     given = (*(jit.readable(x) for x in (call.q, call.k, call.v, o)), jit.rows(lse), jit.readable(d_o))
     d_lse = None if d_lse is None else d_lse.to(torch.float32)
-    return Gradients(*bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))(*given, d_lse, call.extras, bias_grad))
+    return Gradients(*bound(*given, d_lse, call.extras, bias_grad))
 
 
 class WithoutKeys:
@@ -138,13 +140,12 @@ def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bo
     tables = None if rows else backward_tables.of_call(call, config)
     reads = call.diagonal is not None or (of_documents and not rows)
     kept = not reads and len(plan.turns) == 1 and (rows or sum(x.nbytes for x in jit.tensors_of(tables)) <= short.TABLE_BYTES)
-    partial = functools.partial(place_of_parts, config, plan.parts) if plan.lends else None
     repair = repairs.bind(call, config, board.num_sms)  # before the other one, which a helper may be compiling
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     if len(plan.turns) > 1:
         kernel, repair = _in_parts(plan, kernel, repair), None
     named = {"repair": repair, "gradient": gradient, "kept": kept, "of_sink": _sink_of(call, config)}
-    bound = functools.partial(Bound, call, kernel, plan.scratch, partial, plan.turns[0][1], scalars, **named)
+    bound = functools.partial(Bound, call, kernel, plan, scalars, **named)
     if kept and call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
         return bound((Band(*plan.band, tables), changes.or_none(changes.changes(call, config))))
     return bound((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms))
@@ -226,12 +227,6 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     if draw := getattr(bundle, "draw", None):
         cut["draw"] = draw._replace(first=draw.first + part.start * draw.heads)
     return bundle._replace(**cut)
-
-
-def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
-    """(parts, numbers) fp32: the end of dQ, which is not written before the kernel is through (of the queries that `shares.lent` counts)."""
-    numbers = planning.elements_of_part(config)
-    return d_q.view(-1)[d_q.numel() - 2 * parts * numbers :].view(torch.float32).view(parts, numbers)
 
 
 def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:

@@ -79,7 +79,7 @@ def seen_and_scored(call: Call, plan: Plan, scale: float) -> dict:
 
 
 def _ahead(call: Call, plan: Plan) -> Callable:
-    """`Repeat.ahead` of packed documents: what is seen is found on the GPU first."""
+    """`Bound.ahead` of packed documents: what is seen is found on the GPU first."""
     mask, config, seqlen_q, seqlen_k, device = call.mask, plan.config, call.seqlen_q, call.seqlen_k, call.q.device
     find, shapes = rows.finder(documents.offsets(mask.inner), seqlen_k, config), rows.shapes(seqlen_q, config)
 
