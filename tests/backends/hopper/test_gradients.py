@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilewise.backends.hopper import Hopper, changes
+from tilewise.backends.hopper import Hopper, changes, short
 from tilewise.backends.hopper.backward import bound, plan
 from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
@@ -197,8 +197,9 @@ def test_what_multiplies_scores_is_normal_in_fp32():
     assert changes.outer_log2(capped, 0.125, 1e-46) == LEAST_SOFTCAP / math.log(2)
 
 
-def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp():
+def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp(monkeypatch):
     """But for one of -inf, which takes part in nothing: as autograd finds for log(exp(sink)) alone."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     q, sink = torch.zeros(2, 3, 4, 64), torch.tensor([0.5, -math.inf, 3.0, -math.inf])
     d_lse = torch.randn(2, 4, 3)
     d_lse[:, 3] = math.nan
@@ -240,6 +241,8 @@ def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     monkeypatch.setattr(gradients.jit, "compiled", lambda launch, *_: lambda *given: calls.append((launch, given)))
     monkeypatch.setattr(plan, "board_of", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    for name, stand_in in {"current_device": lambda: None, "capturing": lambda: False}.items():
+        monkeypatch.setattr(short, name, stand_in)
     batch = plan.MOST + 21
     q = torch.zeros(batch, 2, 1, 8, dtype=torch.bfloat16)
     gradients.backward(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0, grad=True), q, torch.zeros(batch, 1, 2), q, None)

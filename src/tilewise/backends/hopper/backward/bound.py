@@ -42,8 +42,9 @@ class Bound:
     ) -> None:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
 
-        turns: those of the plan's first launch. repair: the launch that follows, and its numbers. made: what makes `rest` of the call's other tensors (`problem.Extras`), where there are any. of_bias(Given, Scratch,
-        Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient: how an input's gradient lies. kept: as in `backends.Bound`.
+        turns: those of the plan's first launch. repair: the launch that follows, and its numbers. made: what makes `rest` of the call's other tensors
+        (`problem.Extras`), where there are any. of_bias(Given, Scratch, Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient:
+        how an input's gradient lies. kept: as in `backends.Bound`.
         """
         self.kept = kept
         self.kernel, self.plan, self.device, self.tables = kernel, plan, call.q.device.index, (rest, made, of_bias)
