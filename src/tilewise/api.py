@@ -19,7 +19,7 @@ from tilewise.problem import Extras
 from tilewise.runtime import call_cache, op, operator
 from tilewise.runtime.call_cache import Options
 from tilewise.runtime.explain import Explanation, describe
-from tilewise.runtime.plain import watched
+from tilewise.runtime.plain import needs_dispatch
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 IN_EIGHT_BITS_OUT = (torch.bfloat16, torch.float16, torch.float32)  # what O of 8-bit tensors may be
@@ -292,7 +292,7 @@ def check_out(out: Tensor, given: operator.Operands, packed: bool = False) -> No
     dtypes = IN_EIGHT_BITS_OUT if given.q.dtype in errors.EIGHT_BITS else (given.q.dtype,)
     errors.check_out(out, shape, given.q, gradient=given.grad, dtypes=dtypes)
     inputs = {name: x for name, x in op.named(given).items() if x is not None}
-    if not operator.traced() and not watched((out, *inputs.values())):
+    if not operator.traced() and not needs_dispatch((out, *inputs.values())):
         errors.check_apart("out", out, inputs)
 
 

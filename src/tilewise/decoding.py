@@ -31,7 +31,7 @@ from tilewise.masks import Dense, Mask
 from tilewise.problem import INT32
 from tilewise.runtime import append_operator, decode_cache, decode_operator
 from tilewise.runtime.operator import traced
-from tilewise.runtime.plain import watched
+from tilewise.runtime.plain import needs_dispatch
 
 OF_CACHES = (*DTYPES, *EIGHT_BITS)
 
@@ -494,7 +494,7 @@ def slopes_of(slopes: Tensor | None, q: Tensor, batch: int, other: str) -> Tenso
 
 def _check_out(out: Tensor, q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
     check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=(q.dtype,))
-    if not traced() and not watched((out, *caches)):
+    if not traced() and not needs_dispatch((out, *caches)):
         check_apart("out", out, dict(zip(("k_cache", "v_cache"), caches, strict=True)))
 
 

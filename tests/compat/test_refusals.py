@@ -57,7 +57,7 @@ def every_kind(z, /, a, b=2, *rest, c, d=4, **more):
 
 
 def test_every_kind_of_parameter():
-    guarded = _refusals.answers(length="seqlen")(every_kind)
+    guarded = _refusals.translate_errors(length="seqlen")(every_kind)
     assert inspect.getfullargspec(guarded) == inspect.getfullargspec(every_kind)
     assert guarded(0, 1, c=3) == every_kind(0, 1, c=3) and guarded(0, 1, 5, 6, 7, c=8, e=10) == every_kind(0, 1, 5, 6, 7, c=8, e=10)
     with pytest.raises(ShapeError, match=r"test_refusals.every_kind: seqlen is wrong$"):
@@ -70,4 +70,4 @@ def test_every_kind_of_parameter():
     def words_alone(*, a, b=1):
         return a, b
 
-    assert _refusals.answers()(words_alone)(a=2) == (2, 1)
+    assert _refusals.translate_errors()(words_alone)(a=2) == (2, 1)

@@ -18,7 +18,7 @@ class ArgumentError(ShapeError, RuntimeError):
     """A wrong argument: a ShapeError, as tilewise raises, and a RuntimeError, as the peers' compiled code does."""
 
 
-def answers(layer: str | None = None, /, **renamed: str) -> Callable[[Function], Function]:
+def translate_errors(layer: str | None = None, /, **renamed: str) -> Callable[[Function], Function]:
     """Errors of the decorated function name it (as `layer`, where that is given) and its own arguments, `renamed` from those of tilewise.
 
     A ValueError becomes an ArgumentError; an UnsupportedError, which is a RuntimeError already, stays one. torch's compiler sees the text as it was.

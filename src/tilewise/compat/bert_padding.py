@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.errors import ShapeError
 
 __all__ = [
@@ -60,7 +60,7 @@ class IndexFirstAxisResidual:
     apply = staticmethod(index_first_axis_residual)
 
 
-@answers()
+@translate_errors()
 def unpad_input(hidden_states, attention_mask, unused_mask=None):
     """The tokens of a padded batch that a mask names, packed.
 
@@ -80,7 +80,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return *_packed(hidden_states, kept, lengths), used
 
 
-@answers()
+@translate_errors()
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
     """`unpad_input` of a batch whose rows hold several sequences: row b of attention_mask_in_length (batch, seqlen) begins with their lengths.
 
@@ -93,7 +93,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     return _packed(hidden_states, places < attention_mask_in_length.sum(-1, keepdim=True), lengths)
 
 
-@answers()
+@translate_errors()
 def pad_input(hidden_states, indices, batch, seqlen):
     """What `unpad_input` packed, (total, ...) at `indices` (total,), as a batch (batch, seqlen, ...) with zeros for padding."""
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))

@@ -12,14 +12,14 @@ from torch.nn import Module
 from tilewise.api import attention
 from tilewise.compat import _asking
 from tilewise.compat._attn_mask import BOTTOM_RIGHT, TOP_LEFT, mask_and_bias
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.errors import ShapeError, UnsupportedError
 
 NAME = "tilewise"
 LAYER = 'the diffusers backend "tilewise"'
 
 
-@answers(LAYER, q="query", k="key", v="value", bias="attn_mask")
+@translate_errors(LAYER, q="query", k="key", v="value", bias="attn_mask")
 def backend(
     query: Tensor,
     key: Tensor,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tilewise.compat import _kvcache, bert_padding, rotary
 from tilewise.compat import _translate as translate
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.errors import ShapeError, UnsupportedError, check_tensor
 from tilewise.problem import Extras
 from tilewise.runtime import bound_call, call_cache
@@ -46,7 +46,7 @@ SCALE = {"scale": "softmax_scale"}
 PAGES = {**SCALE, "page_table": "block_table"}
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def flash_attn_func(
     q,
     k,
@@ -73,7 +73,7 @@ def flash_attn_func(
     return results
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def flash_attn_kvpacked_func(
     q,
     kv,
@@ -92,7 +92,7 @@ def flash_attn_kvpacked_func(
     return _results(translate.attend(q, *translate.unpacked("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim")), given, **how))
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def flash_attn_qkvpacked_func(
     qkv,
     dropout_p=0.0,
@@ -110,7 +110,7 @@ def flash_attn_qkvpacked_func(
     return _results(translate.attend(*translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim")), given, **how))
 
 
-@answers(**PAGES, k_cache="k", v_cache="v", cache_seqlens="length of cu_seqlens_k")
+@translate_errors(**PAGES, k_cache="k", v_cache="v", cache_seqlens="length of cu_seqlens_k")
 def flash_attn_varlen_func(
     q,
     k,
@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
     return results
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def flash_attn_varlen_kvpacked_func(
     q,
     kv,
@@ -180,7 +180,7 @@ def flash_attn_varlen_kvpacked_func(
     return _results(found)
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def flash_attn_varlen_qkvpacked_func(
     qkv,
     cu_seqlens,
@@ -203,7 +203,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _results(found)
 
 
-@answers(**PAGES, leftpad="cache_leftpad")
+@translate_errors(**PAGES, leftpad="cache_leftpad")
 def flash_attn_with_kvcache(
     q,
     k_cache,

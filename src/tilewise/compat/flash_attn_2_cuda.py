@@ -6,14 +6,14 @@ a generator has to be None.
 
 from tilewise.compat import _translate as translate
 from tilewise.compat import flash_attn, flash_attn_passes
-from tilewise.compat._refusals import answers, refuse
+from tilewise.compat._refusals import refuse, translate_errors
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
 
 GENERATOR = {"unused_generator_compat": "random numbers are drawn from torch's generator; pass None"}
 
 
-@answers()
+@translate_errors()
 def fwd(
     q,
     k,
@@ -38,7 +38,7 @@ def fwd(
     return _written(found, out_)
 
 
-@answers()
+@translate_errors()
 def varlen_fwd(
     q,
     k,
@@ -72,7 +72,7 @@ def varlen_fwd(
     return _written(found, out_)
 
 
-@answers()
+@translate_errors()
 def bwd(
     dout,
     q,
@@ -102,7 +102,7 @@ def bwd(
     return [*grads, delta]
 
 
-@answers()
+@translate_errors()
 def varlen_bwd(
     dout,
     q,
@@ -139,7 +139,7 @@ def varlen_bwd(
     return [*grads, delta]
 
 
-@answers(
+@translate_errors(
     cache_seqlens="seqlens_k_",
     k_cache="kcache",
     v_cache="vcache",

@@ -18,7 +18,7 @@ from torch import Tensor
 from tilewise import decoding
 from tilewise.compat import _descale, _kvcache
 from tilewise.compat import _translate as translate
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.compat.rotary import split_heads
 from tilewise.errors import DTYPES, EIGHT_BITS, check_like, check_size, check_tensor
 from tilewise.merge import merge
@@ -36,7 +36,7 @@ __all__ = [
 DESCALES = {f"{x}_scale": f"{x}_descale" for x in "qkv"}
 
 
-@answers(scale="softmax_scale", **DESCALES)
+@translate_errors(scale="softmax_scale", **DESCALES)
 def flash_attn_func(
     q,
     k,
@@ -65,7 +65,7 @@ def flash_attn_func(
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale", **DESCALES)
+@translate_errors(scale="softmax_scale", **DESCALES)
 def flash_attn_qkvpacked_func(
     qkv,
     softmax_scale=None,
@@ -94,7 +94,7 @@ def flash_attn_qkvpacked_func(
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale", **DESCALES)
+@translate_errors(scale="softmax_scale", **DESCALES)
 def flash_attn_varlen_func(
     q,
     k,
@@ -129,7 +129,7 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-@answers(scale="softmax_scale", leftpad="cache_leftpad", cu_seqlens="cu_seqlens_k_new", rotary_first="rotary_seqlens", **DESCALES)
+@translate_errors(scale="softmax_scale", leftpad="cache_leftpad", cu_seqlens="cu_seqlens_k_new", rotary_first="rotary_seqlens", **DESCALES)
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -184,7 +184,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-@answers()
+@translate_errors()
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """Attention over all keys from that over parts of them.
 

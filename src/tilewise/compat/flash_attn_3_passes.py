@@ -11,7 +11,7 @@ import torch
 from tilewise import api
 from tilewise.compat import _translate as translate
 from tilewise.compat import flash_attn_3
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.compat.flash_attn_functions import maybe_contiguous, round_multiple
 from tilewise.compat.flash_attn_passes import operands, places, write, write_packed
 from tilewise.errors import UnsupportedError, check_qkv
@@ -32,7 +32,7 @@ OF_CACHES = {
 }
 
 
-@answers(scale="softmax_scale", **OF_CACHES, **flash_attn_3.DESCALES)
+@translate_errors(scale="softmax_scale", **OF_CACHES, **flash_attn_3.DESCALES)
 def _flash_attn_forward(
     q,
     k,
@@ -111,7 +111,7 @@ def _flash_attn_forward(
     return translate.into(out, earlier.get("out", out_), "out_"), lse, nothing, nothing.clone()
 
 
-@answers(scale="softmax_scale", seqused_q="sequed_q", seqused_k="sequed_k")
+@translate_errors(scale="softmax_scale", seqused_q="sequed_q", seqused_k="sequed_k")
 def _flash_attn_backward(
     dout,
     q,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
-from tilewise.compat._refusals import answers, refuse
+from tilewise.compat._refusals import refuse, translate_errors
 from tilewise.errors import ShapeError, check_tensor
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -33,7 +33,7 @@ WAYS_OUT = {
 }
 
 
-@answers(**NAMES)
+@translate_errors(**NAMES)
 def flash_attn_func(
     q,
     k,
@@ -69,7 +69,7 @@ def flash_attn_func(
     return out, _lse(lse, qv, return_lse)
 
 
-@answers(**NAMES)
+@translate_errors(**NAMES)
 def flash_attn_varlen_func(
     q,
     k,

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise import api
 from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.compat.flash_attn import PAGES, SCALE
 from tilewise.errors import ShapeError, UnsupportedError, check_qkv, check_size
 from tilewise.masks import Full
@@ -20,7 +20,7 @@ from tilewise.runtime import operator
 __all__ = ["_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward"]
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def _flash_attn_forward(
     q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
 ):
@@ -32,7 +32,7 @@ def _flash_attn_forward(
     return out, translate.positive_infinity(lse), q.new_empty(0), rng_state
 
 
-@answers(**PAGES)
+@translate_errors(**PAGES)
 def _flash_attn_varlen_forward(
     q,
     k,
@@ -77,7 +77,7 @@ def _flash_attn_varlen_forward(
     return out, translate.positive_infinity(lse), q.new_empty(0), rng_state
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def _flash_attn_backward(
     dout,
     q,
@@ -106,7 +106,7 @@ def _flash_attn_backward(
     return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
-@answers(**SCALE)
+@translate_errors(**SCALE)
 def _flash_attn_varlen_backward(
     dout,
     q,

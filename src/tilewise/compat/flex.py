@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise.api import attention
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.compat.flex_mods import Program, Unrecognised, pairs_of, record, tensor_digest
 from tilewise.compat.flex_scores import Changes, bias_of, changes_of
 from tilewise.errors import ShapeError, UnsupportedError, check_capture
@@ -34,7 +34,7 @@ NOT_TRACED = (
 )
 
 
-@answers(q="query", k="key", v="value")
+@translate_errors(q="query", k="key", v="value")
 @torch.compiler.disable(reason=NOT_TRACED)
 def flex_attention(
     query: Tensor,

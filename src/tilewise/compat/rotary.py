@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.errors import ShapeError, UnsupportedError, check_size, check_tensor
 from tilewise.rotary import rotated
 from tilewise.runtime.cache_values import sequence_of
@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-@answers()
+@translate_errors()
 def apply_rotary_emb(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None):
     """x rotated by its positions; differentiable in x.
 
@@ -56,7 +56,7 @@ def rotate_half(x, interleaved=False):
     return torch.cat((-b, a), -1)
 
 
-@answers()
+@translate_errors()
 def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
     """x (batch, seqlen, heads, head_dim) rotated by cos, sin (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), in plain torch."""
     rotary_dim = 2 * cos.shape[-1]
@@ -67,14 +67,14 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
     return torch.cat((turned * cos[..., None, :] + rotate_half(turned, interleaved) * sin[..., None, :], rest), -1)
 
 
-@answers()
+@translate_errors()
 def apply_rotary(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, conjugate=False):
     """`apply_rotary_emb` as `flash_attn.ops.triton.rotary` has it; `conjugate` turns the other way."""
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     return _write(x, rotated(x, cos, -sin if conjugate else sin, positions, interleaved=interleaved), inplace)
 
 
-@answers()
+@translate_errors()
 def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None):
     """Rotate the q and k of qkv in place, and return it.
 
@@ -92,7 +92,7 @@ def apply_rotary_emb_qkv_(qkv, cos, sin, cos_k=None, sin_k=None, interleaved=Fal
     return qkv
 
 
-@answers()
+@translate_errors()
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
     """Rotate the k of kv (batch, seqlen, 2, heads, head_dim) in place, and return it."""
     check_tensor("kv", kv, ("batch", "seqlen", "2", "heads", "head_dim"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.api import attention, operands
 from tilewise.compat._attn_mask import TOP_LEFT, is_causal_bias, mask_and_bias
 from tilewise.compat._overrides import overridable, renew_tables, scripted_as
-from tilewise.compat._refusals import ArgumentError, answers
+from tilewise.compat._refusals import ArgumentError, translate_errors
 from tilewise.errors import MADE_OF_MEMORY, ShapeError, UnsupportedError
 from tilewise.masks import Full
 from tilewise.problem import Extras
@@ -29,7 +29,7 @@ LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
 
 @overridable(TORCHS, but=is_causal_bias)
-@answers(q="query", k="key", v="value", bias="attn_mask")
+@translate_errors(q="query", k="key", v="value", bias="attn_mask")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
 from tilewise.compat import _asking, hf_documents, hf_keywords, hf_masks, hf_steps
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.compat.hf_documents import Said
 from tilewise.compat.hf_masks import Frame
 from tilewise.compat.hf_pairs import Origin, Pairs, as_attention_mask
@@ -166,7 +166,7 @@ def _bounds(mask_function: Callable, local_size: int | None, config: Any) -> tup
 _AND = masking_utils.and_masks(masking_utils.causal_mask_function).__code__
 
 
-@answers(q="query", k="key", v="value", bias="attention_mask or position_bias", sink="s_aux", dropout_p="dropout", scale="scaling")
+@translate_errors(q="query", k="key", v="value", bias="attention_mask or position_bias", sink="s_aux", dropout_p="dropout", scale="scaling")
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -285,7 +285,7 @@ def _shape(query: Tensor, key: Tensor, attention_mask: Any) -> tuple[int, int, i
     return (batch, *attention_mask.shape[1:]) if isinstance(attention_mask, Pairs) else (batch, 1, query.shape[2], key.shape[2])
 
 
-@answers(f"{__name__}.attention", cu_seqlens_q="cu_seq_lens_q", cu_seqlens_k="cu_seq_lens_k")
+@translate_errors(f"{__name__}.attention", cu_seqlens_q="cu_seq_lens_q", cu_seqlens_k="cu_seq_lens_k")
 def _packed(what: Said, q: Tensor, k: Tensor, v: Tensor, inner: Mask, options: dict[str, Any]) -> Tensor:
     """(batch, seqlen_q, heads, head_dim_v), of the entries laid end to end."""
     sink = None if options["s_aux"] is None else options["s_aux"].reshape(-1)

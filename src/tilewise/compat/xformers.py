@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.compat._attn_mask import mask_and_bias
-from tilewise.compat._refusals import answers
+from tilewise.compat._refusals import translate_errors
 from tilewise.decoding import decode
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, Slices, SlidingWindow
@@ -20,7 +20,7 @@ from tilewise.masks import Causal, Documents, Full, Mask, Slices, SlidingWindow
 LAYER = "tilewise.compat.xformers.memory_efficient_attention"
 
 
-@answers(q="query", k="key", v="value", bias="attn_bias", dropout_p="p")
+@translate_errors(q="query", k="key", v="value", bias="attn_bias", dropout_p="p")
 def memory_efficient_attention(
     query: Tensor,
     key: Tensor,

@@ -50,7 +50,7 @@ def run(given: Operands) -> Tensor | None:
     """
     if ops.traced():
         (operator_reading if graphs.checks(given.k, given.check) else operator)(*given)
-    elif plain.watched((tensors := op.named(given)).values()):
+    elif plain.needs_dispatch((tensors := op.named(given)).values()):
         errors.check_local(tensors, function="append")
         if ops.transforms() or plain.mapped(tensors.values()):
             raise errors.UnsupportedError(

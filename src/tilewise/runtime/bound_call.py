@@ -211,7 +211,7 @@ def way_back(
         return d_o if place is None else part(d_o, *place), True
     others = (x for x in (*extras[:3], *extras[4:]) if x is not None)
     d_o, outside = inside(d_o), d_o
-    if plain.watched(tensors) or tuple(map(layout_of, (q, k, v, *others))) != known.layouts:
+    if plain.needs_dispatch(tensors) or tuple(map(layout_of, (q, k, v, *others))) != known.layouts:
         return d_o, False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)

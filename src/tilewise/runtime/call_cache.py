@@ -228,4 +228,4 @@ def signature(tensors: tuple[Tensor, ...], present: tuple, options: tuple) -> tu
 
 def is_plain(tensors: tuple[Tensor, ...]) -> bool:
     """Whether nothing beside autograd takes part in the call, a tracer and autocast included."""
-    return not (operator.traced() or plain.watched(tensors) or torch._C._is_any_autocast_enabled())
+    return not (operator.traced() or plain.needs_dispatch(tensors) or torch._C._is_any_autocast_enabled())

@@ -71,7 +71,7 @@ def run(given: Operands) -> tuple[Tensor, Tensor]:
         how = given.mask, op.held(given), given.backend, given.check, given.page_table is not None
         reads = graphs.decode_reads(given.q, given.k_cache, given.v_cache, *how)
         return (operator_reading if reads else operator)(*op.filled(given))
-    if plain.watched((tensors := op.named(given)).values()):
+    if plain.needs_dispatch((tensors := op.named(given)).values()):
         errors.check_local(tensors, function="decode")
         return operator(*given)
     return _compute(given)
@@ -81,7 +81,7 @@ def check(given: Operands, new: int | None) -> None:
     """Raise what `run` would, before new tokens are written: `new` of each sequence, or as many as its queries. Whoever traces or maps a call gets
     its errors when it runs.
     """
-    if ops.traced() or plain.watched(op.named(given).values()):
+    if ops.traced() or plain.needs_dispatch(op.named(given).values()):
         return
     call = call_of(given, None)
     backend = backend_of(call, given.backend)

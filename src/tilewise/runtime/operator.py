@@ -18,7 +18,7 @@ from tilewise import errors, masks
 from tilewise.problem import Call, Dropout
 from tilewise.runtime import by_document, graphs, op, saved, vmaps
 from tilewise.runtime.dispatch import choose
-from tilewise.runtime.plain import mapped, watched
+from tilewise.runtime.plain import mapped, needs_dispatch
 from tilewise.tangents import has_tangent
 
 
@@ -162,7 +162,7 @@ def _differentiate_by(back: torch.library.CustomOpDef) -> Callable:
 def _by_shortest_way(given: BackwardOperands) -> tuple[Tensor, ...]:
     """The results of `backward`, by the shortest way that all who watch allow."""
     tensors = op.named(given).values()
-    if watched(tensors):
+    if needs_dispatch(tensors):
         return (backward if mapped(tensors) else _Backward.apply)(*given)
     return _Backward.apply(*given) if torch.is_grad_enabled() else _backward(given)  # without a gradient of its own nobody needs autograd
 
@@ -251,7 +251,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(*operands):
         given = BackwardOperands(*operands)
-        return backward(*given) if watched(op.named(given).values()) else _backward(given)
+        return backward(*given) if needs_dispatch(op.named(given).values()) else _backward(given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -303,14 +303,14 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
     """
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if out is not None:
-        if not traced() and not watched((*tensors, out)):
+        if not traced() and not needs_dispatch((*tensors, out)):
             return _forward(operands, out)
         o, *statistics = attend(operands)
         return out.copy_(o), *statistics
     if traced():
         refuse_tangents(tensors)
         return (forward_reading if graphs.reads(operands) else forward)(*op.filled(operands))
-    if watched(tensors):
+    if needs_dispatch(tensors):
         errors.check_local(op.named(operands))
         if TransformType.Functionalize in (active := transforms()):
             if operands.grad or active & {TransformType.Grad, TransformType.Jvp}:

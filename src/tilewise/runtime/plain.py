@@ -15,7 +15,7 @@ from tilewise.errors import MADE_OF_MEMORY
 MAPPED = torch._C._parse_dispatch_key("Batched") if hasattr(torch, "_remove_batch_dim") else None  # None: a torch without the older vmap
 
 
-def watched(tensors: Iterable[Tensor | None]) -> bool:
+def needs_dispatch(tensors: Iterable[Tensor | None]) -> bool:
     """Whether anything beside autograd must see the operators: a transform of torch.func, forward-mode differentiation, a dispatch mode (fake
     tensors, counters), or a tensor that is not plain.
     """
