@@ -207,7 +207,7 @@ def test_columns_of_key_heads():
     for slots, aligned in ((8, True), (6, True), (8, False)):
         found = run(call, slots=slots, cut=Cut(aligned))
         held(call, *found)
-        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
+    assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(aligned))))
 
 
 @pytest.mark.parametrize(

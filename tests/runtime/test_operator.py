@@ -139,6 +139,7 @@ MASKS_IN_GRAPH = {
 }
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("run", MASKS_IN_GRAPH.values(), ids=MASKS_IN_GRAPH)
 def test_compile_every_way_to_say_a_mask(run):
     q, k, v = qkv(grad=False, dtype=torch.float32)

@@ -4,15 +4,13 @@ The first call goes the long way and is remembered, the others go as it was reme
 shows; where tests may be slow there are hundreds.
 """
 
-import datetime
-import os
-
 import pytest
 import torch
 from decode_fuzz import kind as decode_kind
 from decode_fuzz import problem as decode_problem
 from hypothesis import currently_in_test_context, given, note, seed, settings
 from hypothesis import strategies as st
+from sampled import SEED
 
 import tilewise as tw
 from tilewise.compat import flash_attn, sdpa
@@ -23,7 +21,7 @@ from tilewise.testing import tolerance
 from tilewise.testing.cases import DTYPES, Case, make, masks, upstream
 from tilewise.testing.strategies import band_masks, cases, cumulative
 
-TODAY = int(os.environ.get("TILEWISE_TEST_SEED", datetime.date.today().strftime("%Y%m%d")))
+TODAY = int(SEED)
 BACKENDS = {"reference": tuple(DTYPES), "tiled": tuple(DTYPES), "cpu": ("fp32", "bf16", "fp16")}
 SHORT = st.one_of(st.sampled_from([0, 1, 2, 17, 64, 65]), st.integers(0, 100))
 NAMES = "q", "k", "v", "bias", "sink"

@@ -26,6 +26,7 @@ def test_the_healthy_kernel_passes(case):
     assert run_case(Mutant(), case) <= 1.0
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("case", QUICK[2::5], ids=lambda case: case.id)
 def test_the_healthy_kernel_is_safe_from_poison(case):
     assert run_hidden(Mutant(), case) <= 1.0

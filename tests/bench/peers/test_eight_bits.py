@@ -20,6 +20,7 @@ SMALL = Workload(name="small", batch=2, seqlen_q=40, heads_q=4, heads_k=2, head_
 ONCE = Timing(budget_s=0.0)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", ["tilewise:e4m3", *(f"tilewise:{precision}" for precision in RECIPES)])
 def test_ours_are_checked_by_their_error_and_timed(name):
     for workload in (SMALL, replace(SMALL, softcap=2.0), replace(SMALL, dtype=torch.float16, rms=True)):
