@@ -179,10 +179,3 @@ def tensor(dtype, *sizes, aligned: bool = True):
     divisibility = 8 * BYTES // dtype.width if aligned else 1
     strides = (*(cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]), 1)
     return make_fake_tensor(dtype, sizes, strides, assumed_align=BYTES if aligned else dtype.width // 8)
-
-
-def tensor_of_any_strides(dtype, *sizes):
-    """A tensor whose strides may be anything, 0 too."""
-    from tilewise.sm90.dsl import cute, make_fake_tensor
-
-    return make_fake_tensor(dtype, sizes, tuple(cute.sym_int64() for _ in sizes), assumed_align=dtype.width // 8)

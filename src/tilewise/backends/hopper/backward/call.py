@@ -16,6 +16,7 @@ from tilewise.backends.hopper.backward.bound import Bound
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, RepairScalars, Scalars, Scratch, Turns
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
@@ -252,31 +253,6 @@ def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32
-
-    dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows, m_blocks = (jit.size() for _ in range(9))
-    q, d_q = (jit.tensor(dtype, batch, seqlen_q, heads_q, dim) for _ in range(2))
-    o, d_o = (jit.tensor(dtype, batch, seqlen_q, heads_q, dim_v) for _ in range(2))
-    k, d_k = (jit.tensor(dtype, batch, seqlen_k, heads_k, dim) for _ in range(2))
-    v, d_v = (jit.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
-    lse, d_lse = (jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2))
-    scratch = Scratch(
-        *(jit.tensor(Float32, batch, heads_q, rows) for _ in range(2)),
-        sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.elements_of_sum(config.head_dim)),
-        turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
-        spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
-        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,
-        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.partial else None,
-    )
-    scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))
-    tables = backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
-    return [
-        Given(q, k, v, o, lse, d_o, d_lse),
-        operands.Gradients(d_q, d_k, d_v),
-        scratch,
-        Turns(*(Int32(0) for _ in Turns._fields)),
-        scalars,
-        Band(*(Int32(0) for _ in range(6)), tables),
-        changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),
-    ]
+    made = StandIns(config)
+    bundles = map(made, (Given, operands.Gradients, Scratch, Turns, Scalars))
+    return [*bundles, made(Band, tables=KeyTables), changes.or_none(made(Changes))]

@@ -13,11 +13,12 @@ from tilewise.backends.hopper.decode.bound import Decoder, Prefixed, kept
 from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.extents import capacity_of, few_keys, latent, rows_of, rows_of_unit
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
+from tilewise.backends.hopper.stand_ins import Floats, StandIns
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt
@@ -226,53 +227,9 @@ def launch_of(config: Config) -> str:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int8, Int32, Int64, cutlass
-
-    dtype = changes.dsl(config.dtype)
-    batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
-    slots, rows, new = (jit.size() for _ in range(3))
-    sequences = jit.size() if config.ragged else batch
-    everyone = jit.size() if config.common else sequences
-    stored = Int8 if config.widens else dtype
-    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(stored, entries, capacity, heads_k, dim)
-    v, o = (
-        jit.tensor(stored, entries, capacity, heads_k, dim_v),
-        jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
-    )
-    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-
-    def numbers(name: str, there: bool, *sizes):
-        return jit.tensor(Int64 if name in config.wide else Int32, *sizes, aligned=False) if there else None
-
-    lengths = Lengths(
-        numbers("seqlens", True, sequences),
-        numbers("pages", config.box > 0, everyone, jit.size()),
-        numbers("cu_seqlens_q", config.ragged, jit.size()),
-        numbers("entries", config.entries, everyone),
-        numbers("leftpad", config.leftpad, sequences),
-        jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
-        numbers("all_seqlens", config.common, everyone),
-        numbers("all_cu_seqlens_q", config.common == "packed", jit.size()),
-    )
-    kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(10)))
-    prior = None
-    if config.onto:
-        like_o, like_lse = (
-            jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v),
-            jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False),
-        )
-        prior = Prior(like_o, like_lse, Int32(0), Int32(0))
-    inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
-    sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
-    changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
-    tables = None
-    if config.rotary:
-        rows_of_tables, pairs = jit.size(), jit.size()
-        tables = Tables(*(jit.tensor(changes.dsl(config.rotary.dtype), rows_of_tables, pairs, aligned=False) for _ in range(2)))
-    shapes = {"head": (sequences, heads_k), "token": (entries, capacity, heads_k)}
-    scales = (jit.scattered(Float32, *shapes[each]) if each else None for each in config.scales)
-    return [Tensors(q, k, v, o, lse, tables, *scales), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+    made = StandIns(config)
+    sink = Floats("heads_q") if config.sinks else None
+    return [*map(made, (Tensors, Lengths, Work, Window, Prior if config.onto else None)), made(Scores, sink=sink)]
 
 
 def columns(units: int, blocks: int) -> int:
