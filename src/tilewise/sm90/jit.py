@@ -5,8 +5,10 @@ The key holds nothing that changes from call to call: lengths, batch and strides
 
 import functools
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,19 @@ def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
 def arch() -> str:
     """What is compiled for."""
     return os.environ.get("CUTE_DSL_ARCH") or ARCH
+
+
+class Kernel(NamedTuple):
+    """What `compiled` takes."""
+
+    launch: str | Callable
+    arguments: Callable[[Any], list]
+    config: Any  # a frozen dataclass
+
+    @property
+    def identity(self) -> tuple:
+        """By which a compiled one is found."""
+        return self.launch, self.config
 
 
 def compiled(launch, arguments, config, options: str = ""):

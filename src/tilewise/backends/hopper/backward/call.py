@@ -80,31 +80,29 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
     return found
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes: the launch functions of what finds out what packed documents see, of repairs, of the three main kernels, and a
-    bias's.
-    """
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Of what finds out what packed documents see, of repairs, the three main kernels in one, and a bias's."""
     return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
-def ahead(call: Call) -> list[list[tuple]]:
+def ahead(call: Call) -> list[list[jit.Kernel]]:
     """Of `kernels`, those that the gradients of this call are likely to launch: groups that may be compiled side by side."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return []
     config = planning.config_of(call)
-    groups = [[(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
+    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
         groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
     return [*filter(None, groups)]
 
 
-def _kernels(call: Call) -> list[tuple]:
+def _kernels(call: Call) -> list[jit.Kernel]:
     """All but a bias's."""
     config = planning.config_of(call)
-    return [*_tables(config), *repairs.kernels(config), (LAUNCH, arguments, config)]
+    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config)]
 
 
-def _tables(config: Config) -> list[tuple]:
+def _tables(config: Config) -> list[jit.Kernel]:
     """Of what finds out what packed documents see."""
     return [backward_tables.kernel(config)] if config.sees == "rows" else []
 

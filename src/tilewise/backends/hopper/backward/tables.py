@@ -108,11 +108,11 @@ def for_repairs(tables: KeyTables) -> KeyTables:
     return KeyTables(keys, queries, None, None, visits, bands, bitmaps, spans, None, seeing, planes)
 
 
-def kernel(config: Config) -> tuple:
-    """What `jit.compiled` takes for the kernels that find the columns for one of `config`."""
+def kernel(config: Config) -> jit.Kernel:
+    """What finds the columns for one of `config`."""
     tiles = (QUERIES, KEYS), (config.tile_n, config.tile_m)
     rows, columns = (RowsConfig(tile_m=m, tile_n=n, least=0) for m, n in tiles)
-    return "tilewise.backends.hopper.backward.intervals:launch", columns_arguments, ColumnsConfig(rows=rows, columns=columns)
+    return jit.Kernel("tilewise.backends.hopper.backward.intervals:launch", columns_arguments, ColumnsConfig(rows=rows, columns=columns))
 
 
 def columns_arguments(config: ColumnsConfig) -> list:

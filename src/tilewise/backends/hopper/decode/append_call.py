@@ -78,10 +78,10 @@ def config_of(call: AppendCall) -> Appending:
     )
 
 
-def shipped(dtype: torch.dtype) -> list[tuple]:
-    """What `jit.compiled` takes, for contiguous caches and pages, with and without rotary tables in fp32 and in the caches' dtype."""
+def shipped(dtype: torch.dtype) -> list[jit.Kernel]:
+    """For contiguous caches and pages, with and without rotary tables in fp32 and in the caches' dtype."""
     kinds = itertools.product((None, torch.int32), (None, torch.float32, dtype))
-    return [(LAUNCH, arguments, Appending(dtype=dtype, pages=pages, rotary=rotary)) for pages, rotary in kinds]
+    return [jit.Kernel(LAUNCH, arguments, Appending(dtype=dtype, pages=pages, rotary=rotary)) for pages, rotary in kinds]
 
 
 def arguments(config: Appending) -> list:

@@ -73,7 +73,7 @@ def why_not(call: DecodeCall) -> list[str]:
     if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
         wrong.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of pieces, more than {MOST_BYTES >> 20}")
     if not wrong and jit.why_no_compiler():
-        lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
+        lacking = [each.identity for each in kernels(call) if not prebuilt.entry(*each.identity, jit.arch())]
         wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
     return wrong
 
@@ -119,7 +119,7 @@ def bind(call: DecodeCall, cut: Cut = USUAL, **tuning) -> Decoder | Prefixed | N
 
 
 def _decoder(call: DecodeCall, config: Config, cut: Cut) -> Decoder:
-    kernel = jit.compiled(launch_of(config), arguments, config)
+    kernel = jit.compiled(*kernel_of(config))
     need, device = _need(call, config, cut), call.q.device
     window = window_of(call.mask)
     assert window is not None  # or `why_not` had said so
@@ -202,27 +202,25 @@ def config_of_prefix(call: DecodeCall, **tuning) -> Config:
     return config_of(call, out=torch.float32, **{"in_flight": 2 * IN_FLIGHT} if rows_of(call).get("overlap") else {}, **tuning)
 
 
-def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
-    """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
-    True.
-    """
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[jit.Kernel]:
+    """For calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are True."""
     dims = head_dim, head_dim_v
     if tile_dims(*dims) is None and (latent_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims)):
         return []
     configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
-    return [*((launch_of(each), arguments, each) for each in configs), *append_call.shipped(dtype)]
+    return [*map(kernel_of, configs), *append_call.shipped(dtype)]
 
 
-def kernels(call: DecodeCall) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: DecodeCall) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     configs = [config_of(call)]
     if prefix.pays(call):
         configs = [config_of_prefix(prefix.of(call)), config_of(call, onto=True)]
-    return [(launch_of(config), arguments, config) for config in configs]
+    return [*map(kernel_of, configs)]
 
 
-def launch_of(config: Config) -> str:
-    return LATENT if config.latent else LAUNCH
+def kernel_of(config: Config) -> jit.Kernel:
+    return jit.Kernel(LATENT if config.latent else LAUNCH, arguments, config)
 
 
 def arguments(config: Config) -> list:

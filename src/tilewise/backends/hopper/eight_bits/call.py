@@ -278,15 +278,15 @@ def one(device: torch.device) -> Tensor:
     return _ONES[device]
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     config = config_of(call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
     if call.precision is not None:
-        ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
+        ahead.append(jit.Kernel(QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
-        ahead.append((TRANSPOSE, transpose_arguments, transposer_of(call)))
-    return [*ahead, (LAUNCH, arguments, config)]
+        ahead.append(jit.Kernel(TRANSPOSE, transpose_arguments, transposer_of(call)))
+    return [*ahead, jit.Kernel(LAUNCH, arguments, config)]
 
 
 def arguments(config: Config) -> list:

@@ -115,11 +115,11 @@ def _maker(call: Call, config: Config, scale: float) -> Callable:
     return made
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     config = planning.config_of(packing.pack(call) or call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
-    return [*ahead, (LAUNCH, arguments, config)]
+    return [*ahead, jit.Kernel(LAUNCH, arguments, config)]
 
 
 def arguments(config) -> list:

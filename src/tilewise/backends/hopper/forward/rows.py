@@ -40,13 +40,10 @@ class Rows(NamedTuple):
     walks: Annotated[Tensor, Ints("m_blocks 4")]
 
 
-def kernel(config) -> tuple:
-    """What `jit.compiled` takes for the kernel that finds the rows for one of `config`."""
-    return (
-        "tilewise.backends.hopper.forward.intervals:launch",
-        arguments,
-        RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster),
-    )
+def kernel(config) -> jit.Kernel:
+    """What finds the rows for one of `config`."""
+    found = RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster)
+    return jit.Kernel("tilewise.backends.hopper.forward.intervals:launch", arguments, found)
 
 
 def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:

@@ -107,16 +107,16 @@ def config_of(call: Call, rows: bool, whole: bool) -> Config:
     return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every shape that the bias may have."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """For every shape that the bias may have."""
     configs = [config_of(call, rows, whole) for rows in (True, False) for whole in (True, False)]
     ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
-    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+    return [*ahead, *(jit.Kernel(LAUNCH, arguments, config) for config in configs)]
 
 
-def kernel(call: Call, multiprocessors: int) -> tuple:
+def kernel(call: Call, multiprocessors: int) -> jit.Kernel:
     """Of `kernels`, the one that the call launches on a GPU of so many multiprocessors."""
-    return LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1)
+    return jit.Kernel(LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1))
 
 
 def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes], Tensor]:

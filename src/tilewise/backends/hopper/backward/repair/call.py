@@ -14,9 +14,9 @@ from tilewise.sm90 import jit
 LAUNCH = "tilewise.backends.hopper.backward.repair.kernel:launch"
 
 
-def kernels(config: Config) -> list[tuple]:
-    """What `jit.compiled` takes, for gradients that kernels of that configuration compute; none where nothing is hidden."""
-    return [(LAUNCH, arguments, RepairConfig.of(config))] if config.repairs else []
+def kernels(config: Config) -> list[jit.Kernel]:
+    """For gradients that kernels of that configuration compute; none where nothing is hidden."""
+    return [jit.Kernel(LAUNCH, arguments, RepairConfig.of(config))] if config.repairs else []
 
 
 def bind(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairScalars] | None:
