@@ -156,7 +156,7 @@ def sweep(bench: Bench, cell: Cell, kind: str, tunings: list[tuple[str, dict]]) 
         cut = decoding.Cut(**{field.removeprefix("cut."): value for field, value in tuning.items() if field.startswith("cut.")})
         given = {field: value for field, value in tuning.items() if not field.startswith("cut.")}
         config = decoding.config_of(problems[0], **given)
-        ahead.append((decoding.launch_of(config), decoding.arguments, config))
+        ahead.append(decoding.kernel_of(config))
         ways[name] = partial(decoding.bind, cut=cut, **given)
     compile_ahead(ahead)
     runs = {name: [partial(bind(each), each.tensors, each.seqlens) for each in problems] for name, bind in ways.items()}

@@ -33,6 +33,7 @@ from tilewise.bench.provenance import provenance
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, Full, Mask
 from tilewise.problem import Call
+from tilewise.sm90.jit import Kernel
 
 E4M3, TOKENS, HIDDEN, DEVICE = torch.float8_e4m3fn, 16384, 2048, "cuda"
 SECONDS = 0.06  # for each figure
@@ -93,7 +94,7 @@ def kernel_of(call: Call, **tuning) -> Callable[[], Tensor]:
     return run
 
 
-def kernels(tunings: list[tuple[str, dict]]) -> list[tuple]:
+def kernels(tunings: list[tuple[str, dict]]) -> list[Kernel]:
     """All that can be launched here."""
     found = []
     for dim, seqlen, mask in CELLS:
@@ -101,8 +102,9 @@ def kernels(tunings: list[tuple[str, dict]]) -> list[tuple]:
         for way in WAYS:
             call = cell_of(way, dim, seqlen, mask, "meta")
             found += eight_bits.kernels(call)
-            found += [(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **tuning)) for _, tuning in tunings]
-        found.append((eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(cell_of(GIVEN, dim, seqlen, mask, "meta"), **SUMMED)))
+            found += [Kernel(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(call, **tuning)) for _, tuning in tunings]
+        given = cell_of(GIVEN, dim, seqlen, mask, "meta")
+        found.append(Kernel(eight_bits.LAUNCH, eight_bits.arguments, eight_bits.config_of(given, **SUMMED)))
     return found
 
 

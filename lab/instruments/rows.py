@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tilewise.sm90.jit import Kernel
+
 START = time.monotonic()
 
 
@@ -22,10 +24,10 @@ class Rows:
             file.write(f"{line}\n")
 
 
-def compile_ahead(kernels: Iterable[tuple]) -> None:
-    """What `jit.compiled` takes, each once, on all cores; exits with the first that cannot be compiled."""
+def compile_ahead(kernels: Iterable[Kernel]) -> None:
+    """Each once, on all cores; exits with the first that cannot be compiled."""
     from tilewise.backends.hopper import warmup
 
-    for outcome in warmup.warm(dict.fromkeys(warmup.Kernel(*kernel) for kernel in kernels)):
+    for outcome in warmup.warm(dict.fromkeys(kernels)):
         if outcome.state == "failed":
             sys.exit(f"{' '.join(warmup.describe(outcome.kernel))}: {outcome.reason}")

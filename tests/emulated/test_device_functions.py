@@ -8,6 +8,8 @@ from emulator.backend import NEEDED, Emulated
 
 from tilewise.backends import philox
 from tilewise.backends.hopper import changes
+from tilewise.backends.hopper.operands import Draw
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.problem import Dropout
 from tilewise.sm90 import jit
 
@@ -32,7 +34,7 @@ def test_shares_of_the_finisher(m_blocks, n_blocks):
 def arguments_of_draws(config):
     from tilewise.sm90.dsl import Int32
 
-    return [jit.tensor(Int32, jit.size(), jit.size(), aligned=False), changes.stand_in_of_draw(), *(Int32(0) for _ in range(4))]
+    return [jit.tensor(Int32, jit.size(), jit.size(), aligned=False), StandIns(config)(Draw), *(Int32(0) for _ in range(4))]
 
 
 @pytest.mark.parametrize(

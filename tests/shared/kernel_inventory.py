@@ -56,12 +56,12 @@ def of_backward(config) -> Kernel:
 def of_repairs(configs: Iterable[backward.Config]) -> list[Kernel]:
     """The kernels that repair what those of the configurations compute, each once."""
     found = dict.fromkeys(kernel for each in configs for kernel in repairs.kernels(each))
-    return [Kernel(f"repair {_tile(kernel[2])}", *kernel) for kernel in found]
+    return [Kernel(f"repair {_tile(kernel.config)}", *kernel) for kernel in found]
 
 
 def of_decode(dims: tuple, page_size: int, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Kernel:
     config = decoding.configure(dtype, *dims, page_size or None, **changes)
-    return Kernel(f"decode {dims} pages of {page_size} {changes}", decode_call.launch_of(config), decode_call.arguments, config)
+    return Kernel(f"decode {dims} pages of {page_size} {changes}", *decode_call.kernel_of(config))
 
 
 def of_append(changes: dict) -> Kernel:

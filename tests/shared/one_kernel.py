@@ -25,8 +25,8 @@ class Exported:
 
 @pytest.fixture(scope="session")
 def small():
-    """(launch, arguments, config) of a kernel that ships."""
-    return LAUNCH, arguments, config.configure(torch.bfloat16, 64, 64, "all", 384, 384)
+    """A kernel that ships."""
+    return jit.Kernel(LAUNCH, arguments, config.configure(torch.bfloat16, 64, 64, "all", 384, 384))
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,8 @@ def given(on, monkeypatch) -> list:
     return jobs
 
 
-def small_kernel(small, dtype=torch.bfloat16) -> tuple:
-    return *small[:2], replace(small[2], dtype=dtype)
+def small_kernel(small, dtype=torch.bfloat16) -> jit.Kernel:
+    return small._replace(config=replace(small.config, dtype=dtype))
 
 
 def test_each_kernel_is_asked_for_once(given, small):
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_written_to(given, small, tmp_path, monkeypatch)
 
 
 def test_a_kernel_that_cannot_be_sent_is_left_out(on, small):
-    helpers.begin([(small[0], lambda config: [], small[2])])
+    helpers.begin([small._replace(arguments=lambda config: [])])
     assert not helpers._helpers
 
 
@@ -150,10 +150,9 @@ def test_what_a_helper_does(on, small, exported):
     kernels = [
         small_kernel(small, torch.float16),
         small,
-        (*small[:2], replace(small[2], kv_stages=9)),
-        (*small[:2], replace(small[2], kv_stages=8)),
+        *(small._replace(config=replace(small.config, kv_stages=stages)) for stages in (9, 8)),
     ]
-    entries = [cache.entry(kernel[0], kernel[2], jit.arch()) for kernel in kernels]
+    entries = [cache.entry(*kernel.identity, jit.arch()) for kernel in kernels]
     entries[2] = entries[2].with_stem("other")
     with lock.held(entries[1], 0.0), served(exported) as helper:
         for job in (list(zip(kernels[:3], entries[:3], strict=True)), [(kernels[3], entries[3])]):
@@ -308,7 +307,7 @@ call = warmup._call(warmup.Cell(64, 64, torch.bfloat16, Documents([0, 100]), (),
 kernel = backward.kernels(call)[0]  # the smallest
 helpers.begin([kernel])
 (helper,) = helpers._helpers
-entry = helpers.cache.entry(kernel[0], kernel[2], jit.arch())
+entry = helpers.cache.entry(*kernel.identity, jit.arch())
 while not entry.exists() and helper.process.poll() is None and not helper.idle():
     pass
 jit.build = None

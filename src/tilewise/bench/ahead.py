@@ -47,7 +47,7 @@ def jobs(workloads: Iterable[Workload], impls: Iterable[Impl], device: torch.dev
             if impl.name.partition(":")[0] not in COMPILING or impl.why_not(workload, device):
                 continue
             if _on_hopper(impl, workload, device):
-                for kernel in warmup.kernels_of(workload.call()):
+                for kernel in coverage.kernels(workload.call()):
                     found.setdefault(kernel, partial(_kernel, impl.name, kernel))
             else:
                 found.setdefault((impl.name, *_kind(impl, one)), partial(_once, impl, one, device))

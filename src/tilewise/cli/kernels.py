@@ -66,7 +66,7 @@ def _of_sets(options: Namespace) -> list[warming.Kernel]:
         raise ValueError(f"set fixes what is computed, so {', '.join(others)} cannot be given with it; dtype and forward can")
     chosen = {"set": options.set, "dtype": options.dtype or "bf16", "direction": "fwd" if options.forward else "fwd,bwd"}
     asked = [each for each in workloads_from(chosen) if not coverage.refused(each.problem(torch.device("cuda")))]
-    return list(dict.fromkeys(kernel for each in asked for kernel in warming.kernels_of(each.call())))
+    return list(dict.fromkeys(kernel for each in asked for kernel in coverage.kernels(each.call())))
 
 
 def _workloads(options: Namespace, **defaults: str) -> list[Workload]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from tilewise.machine import environment
 from tilewise.sm90 import cache, jit, lock
+from tilewise.sm90.jit import Kernel
 
 IDLE_S = 60.0
 MOST = 4  # helpers of a process, half a gigabyte each
@@ -33,8 +34,6 @@ PROGRAM = (
     "from tilewise.sm90 import helpers; helpers.serve(int(sys.argv[1]))"
 )
 SET_DEATH_SIGNAL = 1  # of prctl
-
-Kernel = tuple  # (launch, arguments, config), as `jit.compiled` takes them
 
 _guard = threading.Lock()
 _seen: set[tuple] = set()  # (launch, config) of what was asked for
@@ -87,19 +86,18 @@ def why_not() -> str:
 def begin(*groups: Sequence[Kernel]) -> None:
     """Have those of the kernels compiled that are not on disk, each group by a helper, in its order. Returns at once, and raises nothing."""
     for group in groups:
-        if all((launch, config) in _seen for launch, _, config in group):
+        if all(kernel.identity in _seen for kernel in group):
             continue
         with _guard:
-            new = [kernel for kernel in group if (kernel[0], kernel[2]) not in _seen]
-            _seen.update((launch, config) for launch, _, config in new)
+            new = [kernel for kernel in group if kernel.identity not in _seen]
+            _seen.update(kernel.identity for kernel in new)
             if new and not why_not() and (missing := [*filter(None, map(_missing, new))]):
                 _give(missing)
 
 
 def _missing(kernel: Kernel) -> tuple[Kernel, Path] | None:
     """With the entry that it will be; None where it is there, or cannot be kept."""
-    launch, _, config = kernel
-    entry = cache.entry(launch, config, jit.arch())
+    entry = cache.entry(*kernel.identity, jit.arch())
     return (kernel, entry) if entry and not entry.exists() and cache.keeps(entry) else None
 
 
@@ -152,13 +150,12 @@ def serve(parent: int) -> None:
 
 
 def _compile(kernel: Kernel, entry: Path) -> None:
-    launch, arguments, config = kernel
-    if cache.entry(launch, config, jit.arch()) != entry:  # the sources were edited since the parent read them
+    if cache.entry(*kernel.identity, jit.arch()) != entry:  # the sources were edited since the parent read them
         return
     with lock.held(entry, 0.0) as ours:
         if not ours or cache.whole(entry):
             return
         try:
-            cache.store(entry, jit.build(launch, arguments, config, runs=False))
+            cache.store(entry, jit.build(*kernel, runs=False))
         except Exception:  # of the compiler, which has many; whoever needs the kernel gets it
             return

@@ -5,8 +5,10 @@ The key holds nothing that changes from call to call: lengths, batch and strides
 
 import functools
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +44,19 @@ def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
 def arch() -> str:
     """What is compiled for."""
     return os.environ.get("CUTE_DSL_ARCH") or ARCH
+
+
+class Kernel(NamedTuple):
+    """What `compiled` takes."""
+
+    launch: str | Callable
+    arguments: Callable[[Any], list]
+    config: Any  # a frozen dataclass
+
+    @property
+    def identity(self) -> tuple:
+        """By which a compiled one is found."""
+        return self.launch, self.config
 
 
 def compiled(launch, arguments, config, options: str = ""):
@@ -179,10 +194,3 @@ def tensor(dtype, *sizes, aligned: bool = True):
     divisibility = 8 * BYTES // dtype.width if aligned else 1
     strides = (*(cute.sym_int64(divisibility=divisibility) for _ in sizes[1:]), 1)
     return make_fake_tensor(dtype, sizes, strides, assumed_align=BYTES if aligned else dtype.width // 8)
-
-
-def tensor_of_any_strides(dtype, *sizes):
-    """A tensor whose strides may be anything, 0 too."""
-    from tilewise.sm90.dsl import cute, make_fake_tensor
-
-    return make_fake_tensor(dtype, sizes, tuple(cute.sym_int64() for _ in sizes), assumed_align=dtype.width // 8)

@@ -140,8 +140,8 @@ class Hopper(Backend):
         """By one launch; None where the kernel does not cover the call."""
         return append_call.bound(call)
 
-    def kernels(self, call: Call) -> list[tuple]:
-        """What `jit.compiled` takes, for every kernel that the call launches."""
+    def kernels(self, call: Call) -> list[jit.Kernel]:
+        """Every kernel that the call launches."""
         return coverage.kernels(call)
 
 

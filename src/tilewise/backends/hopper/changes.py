@@ -9,7 +9,6 @@ from torch import Tensor
 from tilewise.backends import philox
 from tilewise.backends.hopper.operands import Changes, Draw, Scores
 from tilewise.problem import Call, Dropout, in_fp32
-from tilewise.sm90 import jit
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 # Draw.lift is no more. Without a lift fp16 has few bits for what a dropped pair adds to dS, P delta (1 - p); as it is at most 1 / (1 - p), no dS is
@@ -136,29 +135,3 @@ def in_pairs(bias: Tensor) -> bool:
         return True  # `_tensors` copies it, densely
     steps = (step for size, step in zip(bias.shape[:-1], bias.stride()[:-1], strict=True) if size > 1)
     return bias.data_ptr() % 4 == 0 and not any(step % 2 for step in steps)
-
-
-def stand_ins(config, seqlen_q, seqlen_k, heads_q) -> Changes:
-    """For the compiler. The lengths are symbols."""
-    from tilewise.sm90.dsl import Float32, Int32, Int64
-
-    bias = jit.tensor(dsl(config.bias), *(jit.size() for _ in range(3)), seqlen_k, aligned=False) if config.bias else None
-    slopes = jit.tensor(Float32, jit.size(), heads_q, aligned=False) if config.alibi else None
-    diagonal = jit.tensor(Int64, seqlen_q, aligned=False) if config.diagonal else None
-    inner, factor = (Float32(1.0) if there else None for there in (config.softcap, config.natural))
-    return Changes(
-        inner, factor, bias, slopes, diagonal, Int32(0) if config.alibi else None, stand_in_of_draw() if config.dropout else None
-    )
-
-
-def stand_in_of_draw() -> Draw:
-    from tilewise.sm90.dsl import Float32, Int32
-
-    return Draw(tuple(Int32(0) for _ in range(2 * philox.ROUNDS)), *(Int32(0) for _ in range(4)), *(Float32(1.0) for _ in range(4)))
-
-
-def dsl(dtype: torch.dtype):
-    """torch's dtype as the DSL calls it."""
-    from tilewise.sm90 import dsl as names
-
-    return {torch.bfloat16: names.BFloat16, torch.float16: names.Float16, torch.float32: names.Float32, torch.int8: names.Int8}[dtype]

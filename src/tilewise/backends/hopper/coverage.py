@@ -64,8 +64,8 @@ def launched(call: Call) -> Call:
     return entries.fold(fitting) or fitting
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     call = launched(call)
     if call.problem.eight_bits:
         gradients = replace(call, precision=None)
@@ -76,8 +76,8 @@ def kernels(call: Call) -> list[tuple]:
 DECODE = {"softcap": "softcap", "alibi": "alibi", "sink": "sinks"}  # what changes scores, as the kernel's Config has it
 
 
-def of_decode(dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, extras: Iterable[str] = ()) -> list[tuple]:
-    """What `jit.compiled` takes, for the kernels that decode; none where they do not cover that."""
+def of_decode(dtype: torch.dtype, head_dim: int, head_dim_v: int, mask: Mask, extras: Iterable[str] = ()) -> list[jit.Kernel]:
+    """The kernels that decode; none where they do not cover that."""
     if window_of(mask) is None or not DECODE.keys() >= set(extras):
         return []
     return decode.shipped(dtype, head_dim, head_dim_v, [DECODE[name] for name in extras])

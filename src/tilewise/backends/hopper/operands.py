@@ -1,12 +1,66 @@
 """What crosses the boundary between torch and a launch: each bundle is defined once, for the host, for the compiler and for the device.
 
-On the host a field holds a torch tensor or a Python number, for the compiler a stand-in (sm90/jit.py), on the device what the DSL makes of it. None
-stands for what a configuration does without. Nothing here imports the DSL.
+On the host a field holds a torch tensor or a Python number, for the compiler a stand-in that is made of its annotation (stand_ins.py), on the
+device what the DSL makes of it. None stands for what a configuration does without. Nothing here imports the DSL.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
+
+from tilewise.backends import philox
+from tilewise.backends.hopper.stand_ins import Floats, Ints, Of, When
+
+LikeQ = Annotated[Tensor, Of("batch seqlen_q heads_q head_dim", aligned=True)]
+LikeK = Annotated[Tensor, Of("batch seqlen_k heads_k head_dim", aligned=True)]
+LikeV = Annotated[Tensor, Of("batch seqlen_k heads_k head_dim_v", aligned=True)]
+LikeO = Annotated[Tensor, Of("batch seqlen_q heads_q head_dim_v", aligned=True)]
+LikeL = Annotated[Tensor, Floats("batch heads_q seqlen_q")]
+
+ROWS, RUNS, EITHER = (When("sees", each) for each in (("rows",), ("runs",), ("rows", "runs")))
+APART = When("dq_apart")
+WORD = 32  # queries in a word of a bitmap of KeyTables
+QUERIES, KEYS = 128, 64  # of a tile of by_queries.py
+
+
+class RowTables(NamedTuple):
+    """What the forward pass reads of a mask beyond one band."""
+
+    order: Annotated[Tensor | None, EITHER, Ints(lambda config: "m_blocks" if config.cluster == 1 else "clusters")] = None
+    spans: Annotated[Tensor | None, RUNS, Ints("planes m_blocks 3")] = None
+    runs: Annotated[Tensor | None, RUNS, Ints("runs 4")] = None
+    bands: Annotated[Tensor | None, RUNS, Ints("bands 6")] = None
+    bitmaps: Annotated[Tensor | None, RUNS, Ints(lambda config: f"bitmaps {config.tile_m} 4")] = None  # 4 words
+    planes: Annotated[Tensor | None, RUNS, Ints("batch heads_q")] = None
+    rows: Annotated[Tensor | None, ROWS, Ints("2 seqlen_q")] = None  # begin, end
+    walks: Annotated[Tensor | None, ROWS, Ints("m_blocks 4")] = None  # the fields of seen.Walk
+
+
+class KeyTables(NamedTuple):
+    """What the backward pass reads of it; backward/tables.py makes them."""
+
+    keys: Annotated[Tensor | None, ROWS, Ints("2 seqlen_q")] = None  # begin and end of the keys that a query sees
+    queries: Annotated[Tensor | None, ROWS, Ints("2 seqlen_k")] = None  # of the queries that see a key
+    # n_blocks + 1: first, last, free_first, free_last of order.Walk; then the most tiles of one, and all.
+    walks: Annotated[Tensor | None, ROWS, Ints("walks 4")] = None
+    visitors: Annotated[Tensor | None, ROWS, Ints("m_blocks 2")] = None  # the fields of order.Visitors
+    visits: Annotated[Tensor | None, RUNS, Ints("visits 4", aligned=True)] = None  # the fields of seen.Visit
+    bands: Annotated[Tensor | None, RUNS, Ints("bands 6")] = None  # of queries that see a key, so keys are the rows
+    bitmaps: Annotated[Tensor | None, RUNS, Ints(lambda config: f"bitmaps {config.tile_n} {config.tile_m // WORD}")] = None
+    spans: Annotated[Tensor | None, RUNS, Ints("planes n_blocks 2")] = None  # the visits of a block of keys
+    visited: Annotated[Tensor | None, RUNS, Ints("planes m_blocks")] = None  # how many blocks of keys visit a tile of queries
+    seeing: Annotated[Tensor | None, RUNS, Ints("planes seqlen_q")] = None  # whether a query sees any key
+    planes: Annotated[Tensor | None, RUNS, Ints("batch heads_q")] = None  # whose mask each head has
+
+    # For by_queries.py:
+    query_walks: Annotated[Tensor | None, ROWS, APART, Ints("query_blocks 4")] = None  # the fields of its Walk
+    query_visits: Annotated[Tensor | None, RUNS, APART, Ints("query_visits 4", aligned=True)] = (
+        None  # as those of keys; here queries are the rows
+    )
+    query_bands: Annotated[Tensor | None, RUNS, APART, Ints("query_bands 6")] = None
+    query_bitmaps: Annotated[Tensor | None, RUNS, APART, Ints(f"query_bitmaps {QUERIES} {KEYS // WORD}")] = None
+    query_spans: Annotated[Tensor | None, RUNS, APART, Ints("query_planes query_blocks 2")] = None
 
 
 class Band(NamedTuple):
@@ -18,61 +72,26 @@ class Band(NamedTuple):
     k1: int
     lo: int
     hi: int
-    tables: "RowTables | KeyTables | None"
-
-
-class RowTables(NamedTuple):
-    """What the forward pass reads of a mask beyond one band, int32: order for "rows" and "runs", rows and walks for "rows", the others for "runs"."""
-
-    order: Tensor | None = None  # (m_blocks,); with clusters a number for each cluster's
-    spans: Tensor | None = None  # (planes, m_blocks, 3)
-    runs: Tensor | None = None  # (runs, 4)
-    bands: Tensor | None = None  # (bands, 6)
-    bitmaps: Tensor | None = None  # (bitmaps, tile_m, WORDS)
-    planes: Tensor | None = None  # (batch, heads)
-    rows: Tensor | None = None  # (2, seqlen_q): begin, end
-    walks: Tensor | None = None  # (m_blocks, 4): the fields of seen.Walk
-
-
-class KeyTables(NamedTuple):
-    """What the backward pass reads of it, int32; backward/tables.py makes them."""
-
-    keys: Tensor | None = None  # (2, seqlen_q): begin and end of the keys that a query sees
-    queries: Tensor | None = None  # (2, seqlen_k): of the queries that see a key
-    walks: Tensor | None = None  # (n_blocks + 1, 4): first, last, free_first, free_last of order.Walk; then the most tiles of one, and all
-    visitors: Tensor | None = None  # (m_blocks, 2): the fields of order.Visitors
-    visits: Tensor | None = None  # (visits, 4): the fields of seen.Visit
-    bands: Tensor | None = None  # (bands, 6): of queries that see a key, so keys are the rows
-    bitmaps: Tensor | None = None  # (bitmaps, tile_n, tile_m / WORD)
-    spans: Tensor | None = None  # (planes, n_blocks, 2): the visits of a block of keys
-    visited: Tensor | None = None  # (planes, m_blocks): how many blocks of keys visit a tile of queries
-    seeing: Tensor | None = None  # (planes, seqlen_q): whether a query sees any key
-    planes: Tensor | None = None  # (batch, heads_q): whose mask each head has
-
-    # For by_queries.py:
-    query_walks: Tensor | None = None  # (tiles of queries, 4): the fields of its Walk
-    query_visits: Tensor | None = None  # as those of keys; for these, queries are the rows
-    query_bands: Tensor | None = None
-    query_bitmaps: Tensor | None = None
-    query_spans: Tensor | None = None
+    tables: RowTables | KeyTables | None
 
 
 class Tensors(NamedTuple):
-    """Of a forward pass, as torch has them: (batch, seqlen, heads, head_dim); L (batch, heads, seqlen_q) fp32."""
+    """Of a forward pass, as torch has them."""
 
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    O: Tensor
-    L: Tensor
+    Q: LikeQ
+    K: LikeK
+    V: LikeV
+    O: LikeO
+    L: LikeL
 
 
 class Work(NamedTuple):
     """How a forward pass is divided among thread blocks; counter and arrivals are 0 before and after. All in global memory."""
 
-    counter: Tensor  # (1,) int32: units that are fetched
-    sums: Tensor | None  # (slots * Config.partial_elements,) fp32: pieces of units that several thread blocks share
-    arrivals: Tensor | None  # (slots * warps,) int32
+    counter: Annotated[Tensor, Ints("1")]  # units that are fetched
+    # slots * Config.partial_elements: pieces of units that several thread blocks share.
+    sums: Annotated[Tensor | None, When("shares"), Floats("elements", aligned=True)]
+    arrivals: Annotated[Tensor | None, When("shares"), Ints("arrivals")]  # slots * warps
     section: int  # heads whose units are mixed (scheduler.Units)
     blocks: int  # thread blocks, at most
 
@@ -80,7 +99,7 @@ class Work(NamedTuple):
 class Draw(NamedTuple):
     """Which pairs dropout keeps, as backends/philox.py says. Words of 32 bits, as int32."""
 
-    keys: tuple  # of int: of every round two
+    keys: tuple[(int,) * (2 * philox.ROUNDS)]  # of every round two
     offset: int
     threshold: int  # of an evaluation's words, the least that is kept
     heads: int  # of the queries, in a batch entry
@@ -91,63 +110,80 @@ class Draw(NamedTuple):
     kept: float  # lift * (1 - p), of delta within dS
 
 
+Inner = Annotated[float | None, When("softcap")]  # scale / softcap
+Factor = Annotated[float | None, When("natural")]  # of logits: the scale, or softcap
+Bias = Annotated[Tensor | None, Of("_ _ _ seqlen_k", "bias")]  # _: batch, heads_q, seqlen_q, or 1 each
+Slopes = Annotated[Tensor | None, When("alibi"), Floats("_ heads_q")]  # _: batch or 1
+Diagonal = Annotated[Tensor | None, When("diagonal"), Of("seqlen_q", torch.int64)]
+
+
 class Scores(NamedTuple):
     """What becomes of the forward pass's scores."""
 
     scale_log2: float  # what multiplies the kernel's scores in the exponent of 2
-    inner: float | None  # scale / softcap
-    factor: float | None  # of logits: the scale, or softcap
-    bias: Tensor | None  # (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k)
-    slopes: Tensor | None  # (batch or 1, heads_q) fp32
-    diagonal: Tensor | None  # (seqlen_q,) int64
-    sink: Tensor | None  # (heads_q,) fp32
-    row_max: Tensor | None  # (batch, heads_q, seqlen_q) fp32, written: the largest of each row
+    inner: Inner
+    factor: Factor
+    bias: Bias
+    slopes: Slopes
+    diagonal: Diagonal
+    sink: Annotated[Tensor | None, When("sink"), Floats("heads_q")]
+    row_max: Annotated[Tensor | None, When("row_max"), Floats("batch heads_q seqlen_q")]  # written: the largest of each row
     shift: int  # seqlen_k - seqlen_q, the diagonal where there is no tensor
-    draw: Draw | None = None
+    draw: Annotated[Draw | None, When("dropout")] = None
 
 
 class Changes(NamedTuple):
     """Likewise of the backward pass's."""
 
-    inner: float | None = None
-    factor: float | None = None
-    bias: Tensor | None = None
-    slopes: Tensor | None = None
-    diagonal: Tensor | None = None
-    shift: int | None = None  # with ALiBi only
-    draw: Draw | None = None
+    inner: Inner = None
+    factor: Factor = None
+    bias: Bias = None
+    slopes: Slopes = None
+    diagonal: Diagonal = None
+    shift: Annotated[int | None, When("alibi")] = None
+    draw: Annotated[Draw | None, When("dropout")] = None
 
 
 class Given(NamedTuple):
     """What a backward pass reads, as torch has it."""
 
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    O: Tensor
-    L: Tensor  # (batch, heads_q, seqlen_q) fp32
-    dO: Tensor
-    dL: Tensor  # likewise; L itself where no gradient reaches it
+    Q: LikeQ
+    K: LikeK
+    V: LikeV
+    O: LikeO
+    L: LikeL
+    dO: LikeO
+    dL: LikeL  # L itself where no gradient reaches it
 
 
 class Gradients(NamedTuple):
     """What a backward pass writes."""
 
-    dQ: Tensor
-    dK: Tensor
-    dV: Tensor
+    dQ: LikeQ
+    dK: LikeK
+    dV: LikeV
+
+
+RowSums = Annotated[Tensor, Floats("batch heads_q rows", aligned=True)]  # of whole tiles
+
+
+def _sum_of_dQ(config) -> str:
+    return f"batch heads_q m_blocks {'_' if config.narrow else config.elements_of_sum(config.head_dim)}"
 
 
 class Scratch(NamedTuple):
     """What the kernels of a backward pass leave for each other; prepare.py begins with it."""
 
-    lse: Tensor  # (batch, heads_q, rows of whole tiles) fp32: in powers of two (`natural`: of e), +inf for a row that sees nothing
-    minus_delta: Tensor  # likewise: -delta; with dropout times Draw.kept, as dS is summed up without Draw.rest
-    sum_dQ: Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
-    turns: Tensor  # (batch, heads_q, m_blocks, counters) int32
-    spoiled: Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (backward/repair/entries.py)
-    counter: Tensor | None  # (1 + parts,) int32: units that are fetched, and for each part whether, or how often, it was written
-    partial: Tensor | None  # (parts, numbers) fp32: parts or sums of dK and dV of a block of keys (shares.py)
+    lse: RowSums  # in powers of two (`natural`: of e), +inf for a row that sees nothing
+    minus_delta: RowSums  # -delta; with dropout times Draw.kept, as dS is summed up without Draw.rest
+    sum_dQ: Annotated[Tensor, Floats(_sum_of_dQ, aligned=True)]  # the last: tile_m * head_dim, in the order of its registers
+    turns: Annotated[Tensor, Ints(lambda config: f"batch heads_q m_blocks {config.counters}")]
+    # How many parts of gradients are not finite, and which (backward/repair/entries.py):
+    spoiled: Annotated[Tensor | None, When("repairs"), Ints("entries")]
+    # 1 + parts: units that are fetched, and for each part whether, or how often, it was written.
+    counter: Annotated[Tensor | None, When("counts"), Ints("counters")]
+    # Parts or sums of dK and dV of a block of keys (shares.py):
+    partial: Annotated[Tensor | None, When("partial"), Floats("parts elements", aligned=True)]
 
 
 class Turns(NamedTuple):
@@ -176,21 +212,21 @@ class Scalars(NamedTuple):
 class Repaired(NamedTuple):
     """Gradients that repairs look at, behind what they are of."""
 
-    Q: Tensor
-    K: Tensor
-    V: Tensor
-    dO: Tensor
-    dQ: Tensor
-    dK: Tensor
-    dV: Tensor
+    Q: LikeQ
+    K: LikeK
+    V: LikeV
+    dO: LikeO
+    dQ: LikeQ
+    dK: LikeK
+    dV: LikeV
 
 
 class Spoiled(NamedTuple):
     """What repairs read of Scratch."""
 
-    lse: Tensor
-    minus_delta: Tensor
-    spoiled: Tensor
+    lse: RowSums
+    minus_delta: RowSums
+    spoiled: Annotated[Tensor, Ints("entries")]
 
 
 class RepairScalars(NamedTuple):
@@ -206,21 +242,26 @@ class RepairScalars(NamedTuple):
     blocks: int  # thread blocks
 
 
-class BiasTensors(NamedTuple):
-    """Of a bias's gradient: (batch, seqlen, heads, head_dim), but for what says otherwise."""
+def _bias_gradient(config) -> str:
+    """Sizes of which two may be 1, batch and heads_q; without rows a third is."""
+    return f"parts _ _ {'seqlen_q' if config.rows else '_'} seqlen_k"
 
-    Q: Tensor
-    K: Tensor
-    lse: Tensor  # (batch, heads_q, at least seqlen_q) fp32, in natural units, +inf for a row without keys
-    minus_delta: Tensor  # likewise
-    dB: Tensor  # (parts, batch or 1, heads_q or 1, seqlen_q, seqlen_k); without rows (parts, batch or 1, heads_q or 1, 1, seqlen_k)
+
+class BiasTensors(NamedTuple):
+    """Of a bias's gradient."""
+
+    Q: LikeQ
+    K: LikeK
+    lse: RowSums  # in natural units, +inf for a row without keys
+    minus_delta: RowSums
+    dB: Annotated[Tensor, Of(_bias_gradient, lambda config: config.bias if config.whole else torch.float32)]
 
 
 class Packed(NamedTuple):
-    """Documents: (documents + 1,) int32 each, and where a row sees keys of its document (tables.documents.Offsets)."""
+    """Documents: where they begin, and where a row sees keys of its document (tables.documents.Offsets)."""
 
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
+    cu_seqlens_q: Annotated[Tensor, Ints("cu_seqlens")]
+    cu_seqlens_k: Annotated[Tensor, Ints("cu_seqlens")]
     seqlen_k: int
     lo: int
     hi: int

@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
@@ -20,6 +20,7 @@ from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Documents, Full, Mask, PrefixLM, SlidingWindow
 from tilewise.problem import Call, Dropout, Problem
 from tilewise.sm90 import cache, jit
+from tilewise.sm90.jit import Kernel
 
 GROUP = 256  # query heads of a key head, with which walks of every length read much
 FEW = 1  # keys, of which a pass knows shorter ways
@@ -45,14 +46,6 @@ class Cell(NamedTuple):
     precision: str | None = None  # the recipe in 8 bits
 
 
-class Kernel(NamedTuple):
-    """What `jit.compiled` takes."""
-
-    launch: str  # "module:function"
-    arguments: Callable
-    config: object
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What became of one kernel; `reason` says why it failed."""
@@ -76,7 +69,7 @@ def kernels(cells: Iterable[Cell]) -> list[Kernel]:
 def of_decode(cells: Iterable[Cell]) -> list[Kernel]:
     """The kernels that decode calls of these kinds, each once: of contiguous caches and of pages; none where decoding does not cover a kind."""
     found = (coverage.of_decode(cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, cell.extras) for cell in cells)
-    return list(dict.fromkeys(Kernel(*kernel) for each in found for kernel in each))
+    return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 def _lengths() -> list[int]:
@@ -86,7 +79,7 @@ def _lengths() -> list[int]:
 def _kernels(cells: Iterable[Cell], lengths: Iterable[tuple[int, int]]) -> list[Kernel]:
     """Each once; lengths: of queries and of keys."""
     calls = (_call(cell, *pair) for cell, pair in itertools.product(cells, lengths))
-    return list(dict.fromkeys(Kernel(*kernel) for call in calls for kernel in (*coverage.kernels(call), *_of_groups(call))))
+    return list(dict.fromkeys(kernel for call in calls for kernel in (*coverage.kernels(call), *_of_groups(call))))
 
 
 def of_problem(problem: Problem) -> list[Kernel]:
@@ -101,12 +94,7 @@ def of_problem(problem: Problem) -> list[Kernel]:
     return _kernels(cells, [pair for n in _lengths() for pair in ((n, n), (n, FEW))])
 
 
-def kernels_of(call: Call) -> list[Kernel]:
-    """The kernels of this call, whose tensors may hold nothing."""
-    return [Kernel(*kernel) for kernel in coverage.kernels(call)]
-
-
-def _of_groups(call: Call) -> list[tuple]:
+def _of_groups(call: Call) -> list[Kernel]:
     """What the backward pass of grouped queries needs where their heads are apart."""
     grouped = replace(call, q=call.q.expand(-1, -1, GROUP, -1))
     return gradients.kernels(grouped) if call.grad and call.bias is None else []
@@ -201,7 +189,7 @@ def _call(cell: Cell, seqlen_q: int, seqlen_k: int) -> Call:
 
 
 def _entry(kernel: Kernel):
-    return cache.entry(kernel.launch, kernel.config, jit.arch())
+    return cache.entry(*kernel.identity, jit.arch())
 
 
 def _compile(kernel: Kernel) -> Outcome:

@@ -61,7 +61,7 @@ def test_tiles(dims, tile):
 def test_what_it_takes_fits_into_shared_memory(dims):
     for page_size, box in ((None, 0), (8, 8), (48, 16), (64, 64), (256, 64)):
         config = configure(torch.bfloat16, *dims, page_size)
-        assert config.latent and config.box == box and config.threads == 256 and decoding.launch_of(config) == decoding.LATENT
+        assert config.latent and config.box == box and config.threads == 256 and decoding.kernel_of(config).launch == decoding.LATENT
         of_Q, of_P, of_K = TILE_M * config.head_dim, TILE_M * config.tile_n, config.tile_n * config.head_dim
         assert config.kv_stages >= 2 and 2 * (of_Q + of_P + config.kv_stages * of_K) <= SHARED
     assert all(config.latent for config in shipped(torch.bfloat16, *dims))

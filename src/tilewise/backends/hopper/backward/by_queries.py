@@ -17,9 +17,8 @@ from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import Scales, Tensors
 from tilewise.backends.hopper.backward.repair.reports import report_queries
 from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
-from tilewise.backends.hopper.backward.tables import KEYS, QUERIES
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed
-from tilewise.backends.hopper.operands import Band, Draw
+from tilewise.backends.hopper.operands import KEYS, QUERIES, Band, Draw
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,

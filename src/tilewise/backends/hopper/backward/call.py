@@ -16,6 +16,7 @@ from tilewise.backends.hopper.backward.bound import Bound
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, RepairScalars, Scalars, Scratch, Turns
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
@@ -79,31 +80,29 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
     return found
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes: the launch functions of what finds out what packed documents see, of repairs, of the three main kernels, and a
-    bias's.
-    """
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Of what finds out what packed documents see, of repairs, the three main kernels in one, and a bias's."""
     return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
-def ahead(call: Call) -> list[list[tuple]]:
+def ahead(call: Call) -> list[list[jit.Kernel]]:
     """Of `kernels`, those that the gradients of this call are likely to launch: groups that may be compiled side by side."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return []
     config = planning.config_of(call)
-    groups = [[(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
+    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
         groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
     return [*filter(None, groups)]
 
 
-def _kernels(call: Call) -> list[tuple]:
+def _kernels(call: Call) -> list[jit.Kernel]:
     """All but a bias's."""
     config = planning.config_of(call)
-    return [*_tables(config), *repairs.kernels(config), (LAUNCH, arguments, config)]
+    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config)]
 
 
-def _tables(config: Config) -> list[tuple]:
+def _tables(config: Config) -> list[jit.Kernel]:
     """Of what finds out what packed documents see."""
     return [backward_tables.kernel(config)] if config.sees == "rows" else []
 
@@ -247,31 +246,6 @@ def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32
-
-    dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows, m_blocks = (jit.size() for _ in range(9))
-    q, d_q = (jit.tensor(dtype, batch, seqlen_q, heads_q, dim) for _ in range(2))
-    o, d_o = (jit.tensor(dtype, batch, seqlen_q, heads_q, dim_v) for _ in range(2))
-    k, d_k = (jit.tensor(dtype, batch, seqlen_k, heads_k, dim) for _ in range(2))
-    v, d_v = (jit.tensor(dtype, batch, seqlen_k, heads_k, dim_v) for _ in range(2))
-    lse, d_lse = (jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2))
-    scratch = Scratch(
-        *(jit.tensor(Float32, batch, heads_q, rows) for _ in range(2)),
-        sum_dQ=jit.tensor(Float32, batch, heads_q, m_blocks, jit.size() if config.narrow else config.elements_of_sum(config.head_dim)),
-        turns=jit.tensor(Int32, batch, heads_q, m_blocks, config.counters, aligned=False),
-        spoiled=jit.tensor(Int32, jit.size(), aligned=False) if config.repairs else None,
-        counter=jit.tensor(Int32, jit.size(), aligned=False) if config.counts else None,
-        partial=jit.tensor(Float32, jit.size(), jit.size()) if config.partial else None,
-    )
-    scalars = Scalars(Float32(1.0), Float32(1.0), Int32(0), Int32(0), Int32(0))
-    tables = backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks)
-    return [
-        Given(q, k, v, o, lse, d_o, d_lse),
-        operands.Gradients(d_q, d_k, d_v),
-        scratch,
-        Turns(*(Int32(0) for _ in Turns._fields)),
-        scalars,
-        Band(*(Int32(0) for _ in range(6)), tables),
-        changes.or_none(changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)),
-    ]
+    made = StandIns(config)
+    bundles = map(made, (Given, operands.Gradients, Scratch, Turns, Scalars))
+    return [*bundles, made(Band, tables=KeyTables), changes.or_none(made(Changes))]

@@ -6,7 +6,7 @@ the forward pass, of the transposed mask: for every block of keys the tiles of q
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig, packed_stand_in
-from tilewise.backends.hopper.operands import KeyTables, Packed
+from tilewise.backends.hopper.forward.rows import ColumnsConfig, RowsConfig
+from tilewise.backends.hopper.operands import KEYS, QUERIES, WORD, KeyTables, Packed
+from tilewise.backends.hopper.stand_ins import Ints, StandIns
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import EVERYTHING, FAR, lowered
@@ -28,19 +29,17 @@ from tilewise.masks.tiles import lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
-WORD = 32  # queries in a word of a bitmap
-QUERIES, KEYS = 128, 64  # of a tile of by_queries.py
 EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries that exist
 
 
 class Columns(NamedTuple):
-    """Packed documents, int32, as operands.KeyTables has them."""
+    """Packed documents, as operands.KeyTables has them."""
 
-    keys: Tensor  # (2, seqlen_q)
-    queries: Tensor  # (2, seqlen_k)
-    walks: Tensor  # (n_blocks + 1, 4)
-    visitors: Tensor  # (m_blocks, 2)
-    query_walks: Tensor  # (tiles of QUERIES queries, 4); none of `tables`, but of `query_tables`
+    keys: Annotated[Tensor, Ints("2 seqlen_q")]
+    queries: Annotated[Tensor, Ints("2 seqlen_k")]
+    walks: Annotated[Tensor, Ints("walks 4")]  # n_blocks + 1
+    visitors: Annotated[Tensor, Ints("m_blocks 2")]
+    query_walks: Annotated[Tensor, Ints("query_blocks 4")]  # none of `tables`, but of `query_tables`
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,53 +108,18 @@ def for_repairs(tables: KeyTables) -> KeyTables:
     return KeyTables(keys, queries, None, None, visits, bands, bitmaps, spans, None, seeing, planes)
 
 
-def stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, m_blocks) -> KeyTables:
-    """For the compiler. Sizes are symbols."""
-    from tilewise.sm90.dsl import Int32
-
-    shapes = {}
-    if config.sees == "rows":
-        shapes = {"keys": (2, seqlen_q), "queries": (2, seqlen_k), "walks": (jit.size(), 4), "visitors": (m_blocks, 2)}
-        if config.dq_apart:
-            shapes["query_walks"] = jit.size(), 4
-    if config.sees == "runs":
-        planes, n_blocks = jit.size(), jit.size()
-        shapes = {
-            "visits": (jit.size(), 4),
-            "bands": (jit.size(), 6),
-            "bitmaps": (jit.size(), config.tile_n, config.tile_m // WORD),
-            "spans": (planes, n_blocks, 2),
-            "visited": (planes, m_blocks),
-            "seeing": (planes, seqlen_q),
-            "planes": (batch, heads_q),
-        }
-        if config.dq_apart:
-            shapes |= {
-                "query_visits": (jit.size(), 4),
-                "query_bands": (jit.size(), 6),
-                "query_bitmaps": (jit.size(), QUERIES, KEYS // WORD),
-                "query_spans": (jit.size(), jit.size(), 2),
-            }
-    return KeyTables(**{name: jit.tensor(Int32, *shape, aligned=name in ALIGNED) for name, shape in shapes.items()})
-
-
-ALIGNED = "visits", "query_visits"  # read by 16 bytes
-
-
-def kernel(config: Config) -> tuple:
-    """What `jit.compiled` takes for the kernels that find the columns for one of `config`."""
+def kernel(config: Config) -> jit.Kernel:
+    """What finds the columns for one of `config`."""
     tiles = (QUERIES, KEYS), (config.tile_n, config.tile_m)
     rows, columns = (RowsConfig(tile_m=m, tile_n=n, least=0) for m, n in tiles)
-    return "tilewise.backends.hopper.backward.intervals:launch", columns_arguments, ColumnsConfig(rows=rows, columns=columns)
+    return jit.Kernel("tilewise.backends.hopper.backward.intervals:launch", columns_arguments, ColumnsConfig(rows=rows, columns=columns))
 
 
 def columns_arguments(config: ColumnsConfig) -> list:
     """Stand-ins for `intervals.launch`'s tensors and numbers."""
-    from tilewise.sm90.dsl import Int32
-
-    seqlen_q, seqlen_k, n_blocks, m_blocks = (jit.size() for _ in range(4))
-    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (jit.size(), 4), (m_blocks, 2), (jit.size(), 4)
-    return [packed_stand_in(), *(jit.tensor(Int32, *shape, aligned=False) for shape in shapes)]
+    made = StandIns(config)
+    keys, queries, *others = made(Columns)
+    return [made(Packed), keys, queries, made(Ints("n_blocks 4")), *others]
 
 
 def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.backends.hopper import changes, short
+from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode.bound import kept
 from tilewise.backends.hopper.decode.operands import New, Places, Turn
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.problem import AppendCall
 from tilewise.sm90 import jit, prebuilt
 
@@ -77,36 +78,16 @@ def config_of(call: AppendCall) -> Appending:
     )
 
 
-def shipped(dtype: torch.dtype) -> list[tuple]:
-    """What `jit.compiled` takes, for contiguous caches and pages, with and without rotary tables in fp32 and in the caches' dtype."""
+def shipped(dtype: torch.dtype) -> list[jit.Kernel]:
+    """For contiguous caches and pages, with and without rotary tables in fp32 and in the caches' dtype."""
     kinds = itertools.product((None, torch.int32), (None, torch.float32, dtype))
-    return [(LAUNCH, arguments, Appending(dtype=dtype, pages=pages, rotary=rotary)) for pages, rotary in kinds]
+    return [jit.Kernel(LAUNCH, arguments, Appending(dtype=dtype, pages=pages, rotary=rotary)) for pages, rotary in kinds]
 
 
 def arguments(config: Appending) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Int32, Int64
-
-    entries, capacity, heads, dim, dim_v, groups, tokens, batch = (jit.size() for _ in range(8))
-    cached, fresh = (entries, capacity, heads), (groups, tokens, heads)
-    dtype = changes.dsl(config.dtype)
-    new = New(*(jit.tensor(dtype, *lead, d) for lead in (cached, fresh) for d in (dim, dim_v)))
-
-    def numbers(kind: torch.dtype | None, *sizes):
-        return jit.tensor(Int64 if kind == torch.int64 else Int32, *sizes, aligned=False) if kind else None
-
-    places = Places(
-        numbers(config.seqlens, batch),
-        numbers(config.pages, batch, jit.size()),
-        numbers(config.entries, batch),
-        numbers(config.cu_seqlens, jit.size()),
-        numbers(torch.int32, batch),
-    )
-    if config.rotary is None:
-        return [new, places, None]
-    table = jit.size(), jit.size()
-    cos, sin = (jit.tensor(changes.dsl(config.rotary), *table, aligned=False) for _ in range(2))
-    return [new, places, Turn(cos, sin, numbers(config.first, batch))]
+    made = StandIns(config)
+    return [*map(made, (New, Places, Turn if config.rotary else None))]
 
 
 class Appender:

@@ -13,11 +13,12 @@ from tilewise.backends.hopper.decode.bound import Decoder, Prefixed, kept
 from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.extents import capacity_of, few_keys, latent, rows_of, rows_of_unit
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
 from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
+from tilewise.backends.hopper.stand_ins import Floats, StandIns
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt
@@ -72,7 +73,7 @@ def why_not(call: DecodeCall) -> list[str]:
     if not wrong and call.split is not None and (size := _need(call, config_of(call)).bytes) > MOST_BYTES:
         wrong.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of pieces, more than {MOST_BYTES >> 20}")
     if not wrong and jit.why_no_compiler():
-        lacking = [(launch, config) for launch, _, config in kernels(call) if not prebuilt.entry(launch, config, jit.arch())]
+        lacking = [each.identity for each in kernels(call) if not prebuilt.entry(*each.identity, jit.arch())]
         wrong += [prebuilt.why_no_kernel(*each) for each in lacking]
     return wrong
 
@@ -118,7 +119,7 @@ def bind(call: DecodeCall, cut: Cut = USUAL, **tuning) -> Decoder | Prefixed | N
 
 
 def _decoder(call: DecodeCall, config: Config, cut: Cut) -> Decoder:
-    kernel = jit.compiled(launch_of(config), arguments, config)
+    kernel = jit.compiled(*kernel_of(config))
     need, device = _need(call, config, cut), call.q.device
     window = window_of(call.mask)
     assert window is not None  # or `why_not` had said so
@@ -201,78 +202,32 @@ def config_of_prefix(call: DecodeCall, **tuning) -> Config:
     return config_of(call, out=torch.float32, **{"in_flight": 2 * IN_FLIGHT} if rows_of(call).get("overlap") else {}, **tuning)
 
 
-def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[tuple]:
-    """What `jit.compiled` takes, for calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are
-    True.
-    """
+def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, changes: Iterable[str] = ()) -> list[jit.Kernel]:
+    """For calls with such heads, and for appending; none where no tile holds them. changes: fields of `Config` that are True."""
     dims = head_dim, head_dim_v
     if tile_dims(*dims) is None and (latent_dims(*dims) is None or any(dim % (jit.BYTES // dtype.itemsize) for dim in dims)):
         return []
     configs = shipped_configs(dtype, head_dim, head_dim_v, **dict.fromkeys(changes, True))
-    return [*((launch_of(each), arguments, each) for each in configs), *append_call.shipped(dtype)]
+    return [*map(kernel_of, configs), *append_call.shipped(dtype)]
 
 
-def kernels(call: DecodeCall) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: DecodeCall) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     configs = [config_of(call)]
     if prefix.pays(call):
         configs = [config_of_prefix(prefix.of(call)), config_of(call, onto=True)]
-    return [(launch_of(config), arguments, config) for config in configs]
+    return [*map(kernel_of, configs)]
 
 
-def launch_of(config: Config) -> str:
-    return LATENT if config.latent else LAUNCH
+def kernel_of(config: Config) -> jit.Kernel:
+    return jit.Kernel(LATENT if config.latent else LAUNCH, arguments, config)
 
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int8, Int32, Int64, cutlass
-
-    dtype = changes.dsl(config.dtype)
-    batch, entries, seqlen_q, capacity, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
-    slots, rows, new = (jit.size() for _ in range(3))
-    sequences = jit.size() if config.ragged else batch
-    everyone = jit.size() if config.common else sequences
-    stored = Int8 if config.widens else dtype
-    q, k = jit.tensor(dtype, batch, seqlen_q, heads_q, dim), jit.tensor(stored, entries, capacity, heads_k, dim)
-    v, o = (
-        jit.tensor(stored, entries, capacity, heads_k, dim_v),
-        jit.tensor(changes.dsl(config.out or config.dtype), batch, seqlen_q, heads_q, dim_v),
-    )
-    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-
-    def numbers(name: str, there: bool, *sizes):
-        return jit.tensor(Int64 if name in config.wide else Int32, *sizes, aligned=False) if there else None
-
-    lengths = Lengths(
-        numbers("seqlens", True, sequences),
-        numbers("pages", config.box > 0, everyone, jit.size()),
-        numbers("cu_seqlens_q", config.ragged, jit.size()),
-        numbers("entries", config.entries, everyone),
-        numbers("leftpad", config.leftpad, sequences),
-        jit.tensor(cutlass.Uint8, jit.size(), new, new, aligned=False) if config.tree else None,
-        numbers("all_seqlens", config.common, everyone),
-        numbers("all_cu_seqlens_q", config.common == "packed", jit.size()),
-    )
-    kept = jit.tensor(Float32, slots, rows, dim_v), jit.tensor(Float32, 2, slots, rows, aligned=False)
-    work = Work(*kept, jit.tensor(Int32, jit.size(), aligned=False), *(Int32(0) for _ in range(10)))
-    prior = None
-    if config.onto:
-        like_o, like_lse = (
-            jit.tensor(Float32, batch, seqlen_q, heads_q, dim_v),
-            jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False),
-        )
-        prior = Prior(like_o, like_lse, Int32(0), Int32(0))
-    inner, factor, _, slopes, *_ = changes.stand_ins(config, seqlen_q, capacity, heads_q)
-    sink = jit.tensor(Float32, heads_q, aligned=False) if config.sinks else None
-    changed = Scores(Float32(1.0), inner, factor, None, slopes, None, sink, None, Int32(0))
-    tables = None
-    if config.rotary:
-        rows_of_tables, pairs = jit.size(), jit.size()
-        tables = Tables(*(jit.tensor(changes.dsl(config.rotary.dtype), rows_of_tables, pairs, aligned=False) for _ in range(2)))
-    shapes = {"head": (sequences, heads_k), "token": (entries, capacity, heads_k)}
-    scales = (jit.scattered(Float32, *shapes[each]) if each else None for each in config.scales)
-    return [Tensors(q, k, v, o, lse, tables, *scales), lengths, work, Window(Int32(0), Int32(0)), prior, changed]
+    made = StandIns(config)
+    sink = Floats("heads_q") if config.sinks else None
+    return [*map(made, (Tensors, Lengths, Work, Window, Prior if config.onto else None)), made(Scores, sink=sink)]
 
 
 def columns(units: int, blocks: int) -> int:

@@ -1,50 +1,78 @@
 """What crosses the boundary between torch and a decode launch; as in hopper/operands.py, a field is a tensor or number, a stand-in, or the DSL's."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Annotated, NamedTuple
 
+import torch
 from torch import Tensor
 
+from tilewise.backends.hopper.operands import LikeL, LikeQ
+from tilewise.backends.hopper.stand_ins import Floats, Ints, Of, When
 
-class Tensors(NamedTuple):
-    """Ragged queries are those of one entry, one after another; then so are O and L."""
 
-    Q: Tensor  # (batch or 1, seqlen_q or total_q, heads_q, head_dim)
-    K: Tensor  # (entries or pages, capacity or page_size, heads_k, head_dim)
-    V: Tensor  # likewise, with head_dim_v
-    O: Tensor  # as Q, with head_dim_v
-    L: Tensor  # (batch or 1, heads_q, seqlen_q or total_q) fp32
-    tables: "Tables | None" = None  # by which Q is rotated
-    k_scale: Tensor | None = (
-        None  # fp32, of caches of 8 bits, which are int8 here: (batch, heads_k), or (entries or pages, capacity or page_size, heads_k)
-    )
-    v_scale: Tensor | None = None
+def _stored(config) -> torch.dtype:
+    """Of caches, which have int8 for all of 8 bits."""
+    return torch.int8 if config.widens else config.dtype
+
+
+def _sequences(config) -> str:
+    """Those that have a length."""
+    return "sequences" if config.ragged else "batch"
+
+
+def _everyone(config) -> str:
+    """All sequences, also in a prefix's launch."""
+    return "everyone" if config.common else _sequences(config)
+
+
+def _whole(name: str) -> Callable:
+    """int64 where `Config.wide` names it, otherwise int32."""
+    return lambda config: torch.int64 if name in config.wide else torch.int32
+
+
+def _scales(of: str, config) -> str | None:
+    return {"": None, "head": f"{_sequences(config)} heads_k", "token": "entries capacity heads_k"}[of]
 
 
 class Tables(NamedTuple):
-    """Of rotary positions, (seqlen_rotary, rotary_dim / 2)."""
+    """Of rotary positions."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Annotated[Tensor, Of("seqlen_rotary pairs", "rotary.dtype")]  # pairs: rotary_dim / 2
+    sin: Annotated[Tensor, Of("seqlen_rotary pairs", "rotary.dtype")]
+
+
+class Tensors(NamedTuple):
+    """Ragged queries are those of one entry, one after another; then so are O and L. entries and capacity may be pages and page_size."""
+
+    Q: LikeQ
+    K: Annotated[Tensor, Of("entries capacity heads_k head_dim", _stored, aligned=True)]
+    V: Annotated[Tensor, Of("entries capacity heads_k head_dim_v", _stored, aligned=True)]
+    O: Annotated[Tensor, Of("batch seqlen_q heads_q head_dim_v", lambda config: config.out or config.dtype, aligned=True)]
+    L: LikeL
+    tables: Annotated[Tables | None, When("rotary")] = None  # by which Q is rotated
+    k_scale: Annotated[Tensor | None, Floats(lambda config: _scales(config.scales[0], config), scattered=True)] = None
+    v_scale: Annotated[Tensor | None, Floats(lambda config: _scales(config.scales[1], config), scattered=True)] = None
 
 
 class Lengths(NamedTuple):
     """int32 or int64, but for the tree; read on the GPU."""
 
-    seqlens: Tensor  # (batch,): clamped to [0, capacity]
-    pages: Tensor | None  # (batch, max_pages)
-    cu_seqlens_q: Tensor | None  # (batch + 1,)
-    entries: Tensor | None  # (batch,): the entry of K and V that holds a sequence
-    leftpad: Tensor | None  # (batch,): the first token that may be seen
-    tree: Tensor | None  # (batch or 1, new, new) uint8: which of the newest tokens see which
-    all_seqlens: Tensor | None = None  # (sequences,): in a prefix's launch, whose keys are the longest one's of those with queries
-    all_cu_seqlens_q: Tensor | None = None  # (sequences + 1,)
+    seqlens: Annotated[Tensor, Of(_sequences, _whole("seqlens"))]  # clamped to [0, capacity]
+    pages: Annotated[Tensor | None, When("box"), Of(lambda config: f"{_everyone(config)} max_pages", _whole("pages"))]
+    cu_seqlens_q: Annotated[Tensor | None, When("ragged"), Of("cu_seqlens", _whole("cu_seqlens_q"))]
+    entries: Annotated[Tensor | None, When("entries"), Of(_everyone, _whole("entries"))]  # the entry of K and V that holds a sequence
+    leftpad: Annotated[Tensor | None, When("leftpad"), Of(_sequences, _whole("leftpad"))]  # the first token that may be seen
+    tree: Annotated[Tensor | None, When("tree"), Of("_ new new", torch.uint8)]  # which of the newest tokens see which; _: batch or 1
+    # In a prefix's launch, whose keys are the longest one's of those with queries:
+    all_seqlens: Annotated[Tensor | None, When("common"), Of(_everyone, _whole("all_seqlens"))] = None
+    all_cu_seqlens_q: Annotated[Tensor | None, When("common", ("packed",)), Of("all_cu_seqlens", _whole("all_cu_seqlens_q"))] = None
 
 
 class Prior(NamedTuple):
     """What the launch before this one found for the first `tokens` keys of every sequence. Shaped as O and L, fp32."""
 
-    O: Tensor
-    L: Tensor
+    O: Annotated[Tensor, Floats("batch seqlen_q heads_q head_dim_v", aligned=True)]
+    L: LikeL
     tokens: int
     early: int = 0  # 1 if this launch takes nothing else from launches that may still run: no copy was made since
 
@@ -52,9 +80,9 @@ class Prior(NamedTuple):
 class Work(NamedTuple):
     """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
 
-    sums: Tensor  # (slots, rows of a unit at most, head_dim_v) fp32: O of each piece
-    lse: Tensor  # (2, slots, rows) fp32: of each piece, and of a group of them, whose sum takes the first one's place
-    arrivals: Tensor  # (counters,) int32: two a unit, one a group
+    sums: Annotated[Tensor, Floats("slots rows head_dim_v", aligned=True)]  # O of each piece; rows: of a unit, at most
+    lse: Annotated[Tensor, Floats("2 slots rows")]  # of each piece, and of a group of them, whose sum takes the first one's place
+    arrivals: Annotated[Tensor, Ints("counters")]  # two a unit, one a group
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column
     queries: int  # of a sequence, at most
@@ -75,27 +103,27 @@ class Window(NamedTuple):
 
 
 class New(NamedTuple):
-    """Tokens on their way into caches; packed ones are those of one entry."""
+    """Tokens on their way into caches; packed ones are those of one entry. entries and capacity as in `Tensors`; tokens: new, or total_new."""
 
-    K_cache: Tensor  # (entries or pages, capacity or page_size, heads_k, head_dim)
-    V_cache: Tensor  # likewise, with head_dim_v
-    K: Tensor  # (batch or 1, new or total_new, heads_k, head_dim)
-    V: Tensor  # likewise, with head_dim_v
+    K_cache: Annotated[Tensor, Of("entries capacity heads_k head_dim", aligned=True)]
+    V_cache: Annotated[Tensor, Of("entries capacity heads_k head_dim_v", aligned=True)]
+    K: Annotated[Tensor, Of("groups tokens heads_k head_dim", aligned=True)]
+    V: Annotated[Tensor, Of("groups tokens heads_k head_dim_v", aligned=True)]
 
 
 class Places(NamedTuple):
     """Where they go: int32 or int64."""
 
-    seqlens: Tensor  # (batch,)
-    pages: Tensor | None  # (batch, max_pages)
-    entries: Tensor | None  # (batch,)
-    cu_seqlens: Tensor | None  # (batch + 1,)
-    ends: Tensor  # (batch,) int32, written: the lengths behind them
+    seqlens: Annotated[Tensor, Of("batch", "seqlens")]
+    pages: Annotated[Tensor | None, Of("batch max_pages", "pages")]
+    entries: Annotated[Tensor | None, Of("batch", "entries")]
+    cu_seqlens: Annotated[Tensor | None, Of("cu_seqlens", "cu_seqlens")]
+    ends: Annotated[Tensor, Ints("batch")]  # written: the lengths behind them
 
 
 class Turn(NamedTuple):
     """Rotary tables (seqlen_rotary, rotary_dim / 2)."""
 
-    cos: Tensor
-    sin: Tensor
-    first: Tensor | None  # (batch,): positions of the first new tokens, where they are not their lengths
+    cos: Annotated[Tensor, Of("seqlen_rotary pairs", "rotary")]
+    sin: Annotated[Tensor, Of("seqlen_rotary pairs", "rotary")]
+    first: Annotated[Tensor | None, Of("batch", "first")]  # positions of the first new tokens, where they are not their lengths

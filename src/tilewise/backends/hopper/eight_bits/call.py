@@ -21,12 +21,13 @@ from tilewise.backends.hopper.eight_bits.config import (
     configure_quantiser,
     tile_dims,
 )
-from tilewise.backends.hopper.eight_bits.operands import Given, Made, OfTokens, Scales, Tensors
+from tilewise.backends.hopper.eight_bits.operands import GIVEN_V, MADE_V, OF_GROUPS, Given, Made, OfTokens, Scales, Tensors
 from tilewise.backends.hopper.forward import call as sixteen_bits
 from tilewise.backends.hopper.forward import plan as planning
 from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, Scores, Work
+from tilewise.backends.hopper.stand_ins import Floats, StandIns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Documents, Unread
@@ -277,80 +278,33 @@ def one(device: torch.device) -> Tensor:
     return _ONES[device]
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     config = config_of(call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
     if call.precision is not None:
-        ahead.append((QUANTISE, quantiser_arguments, quantiser_of(call)))
+        ahead.append(jit.Kernel(QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:
-        ahead.append((TRANSPOSE, transpose_arguments, transposer_of(call)))
-    return [*ahead, (LAUNCH, arguments, config)]
+        ahead.append(jit.Kernel(TRANSPOSE, transpose_arguments, transposer_of(call)))
+    return [*ahead, jit.Kernel(LAUNCH, arguments, config)]
 
 
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int8
-
-    batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
-    q, k = (jit.tensor(Int8, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    v = None if config.wide_values else jit.tensor(Int8, batch, heads_k, dim_v, tokens)
-    o = jit.tensor(changes.dsl(config.out), batch, seqlen_q, heads_q, dim_v)
-    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    of_rows, of_keys = (batch, heads_q, seqlen_q), (batch, heads_k, jit.size())
-    factors = [jit.tensor_of_any_strides(Float32, *each) for each in (of_rows, of_keys)]
-    if config.centred:
-        of_channels = (jit.tensor(Float32, batch, heads_k, dim_v) if config.channels else None for _ in range(2))
-        scales = Scales(*factors, *of_channels, jit.tensor(Float32, *of_rows, aligned=False), *_lost_keys(config, of_keys), None, None)
-    else:
-        of_values = jit.tensor_of_any_strides(Float32, *of_keys)
-        scales = Scales(*factors, of_values, None, None, None, None, *_tokens_of_keys(config, batch, heads_k))
-    values = jit.tensor(changes.dsl(config.out) if config.centred else Int8, batch, seqlen_k, heads_k, dim_v)
-    return [Tensors(q, k, v, o, lse, values), scales, *sixteen_bits.stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
-
-
-def _lost_keys(config: Config | QuantiserConfig, of_keys: tuple) -> tuple:
-    """Stand-ins for the last two of `Scales`."""
-    from tilewise.sm90.dsl import Float32
-
-    if not config.loses:
-        return None, None
-    return jit.tensor(Float32, *of_keys, aligned=False), jit.tensor(Float32, *of_keys[:2], jit.size(), aligned=False)
-
-
-def _tokens_of_keys(config: Config | QuantiserConfig, batch, heads_k) -> list:
-    """Likewise for `columns` and `weights`."""
-    from tilewise.sm90.dsl import Float32
-
-    return [jit.tensor(Float32, batch, heads_k, jit.size()) if there else None for there in (config.tokens_k, config.tokens_v)]
+    made = StandIns(config)
+    scales = made(Scales) if config.centred else made(Scales, v=OF_GROUPS)
+    return [made(Tensors), scales, *map(made, (Work, Band, Scores))]
 
 
 def quantiser_arguments(config: QuantiserConfig) -> list:
-    """Stand-ins for the quantiser's operands."""
-    from tilewise.sm90.dsl import Float32, Int8, Int32
-
-    dtype, padded = changes.dsl(config.given), config.head_dim
-    batch, seqlen_q, seqlen_k, tokens, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(8))
-    of_inputs = (seqlen_q, heads_q, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim_v)
-    q, k = (jit.tensor(Int8, batch, *sizes, padded) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    of_rows = [jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) for _ in range(2)]
-    of_channels = [jit.tensor(Float32, batch, heads_k, dim_v, aligned=False) if config.values else None for _ in range(2)]
-    of_keys = batch, heads_k, jit.size()
-    scales = Scales(
-        of_rows[0], jit.tensor(Float32, *of_keys, aligned=False), *of_channels, of_rows[1], *_lost_keys(config, of_keys), None, None
-    )
-    channels = jit.tensor(Float32, batch, heads_k, jit.size(), padded)
-    made = Made(q, k, jit.tensor(Int8, batch, heads_k, dim_v, tokens) if config.values else None)
-    ends = jit.tensor(Int32, jit.size(), aligned=False) if config.ends else None
-    return [Given(*(jit.tensor(dtype, batch, *sizes) for sizes in of_inputs), ends), made, scales, channels, Float32(1.0)]
+    """Stand-ins for the quantiser's operands; the scales that it writes lie densely."""
+    made, of_rows, of_groups = StandIns(config), Floats("batch heads_q seqlen_q"), Floats("batch heads_k groups")
+    of_channels = Floats("batch heads_k head_dim_v") if config.values else None
+    scales = made(Scales, q=of_rows, k=of_groups, v=of_channels, centre=of_channels, shift=of_rows, columns=None, weights=None)
+    return [made(Given), made(Made), scales, made(Floats(f"batch heads_k _ {config.head_dim}", aligned=True)), made(float)]
 
 
 def transpose_arguments(config: QuantiserConfig) -> list:
-    from tilewise.sm90.dsl import Float32, Int8
-
-    batch, seqlen_k, tokens, heads_k, dim_v = (jit.size() for _ in range(5))
-    of_head, there = (batch, heads_k), (config.tokens_k, config.tokens_v)
-    given = [jit.tensor_of_any_strides(Float32, *of_head, seqlen_k) if each else None for each in there]
-    units = jit.tensor(Float32, *of_head, jit.size(), aligned=False) if config.tokens_v else None
-    of_tokens = OfTokens(*given, *_tokens_of_keys(config, *of_head), units) if any(there) else None
-    return [jit.tensor(Int8, batch, seqlen_k, heads_k, dim_v), jit.tensor(Int8, batch, heads_k, dim_v, tokens), of_tokens]
+    """Stand-ins for V, as it is given and as it is written, and for scales of tokens."""
+    *v, of_tokens = map(StandIns(config), (GIVEN_V, MADE_V, OfTokens))
+    return [*v, changes.or_none(of_tokens)]

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.forward import rows
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents, runs
 from tilewise.masks import Unread
 from tilewise.masks.constructors import check_lengths
@@ -114,57 +115,16 @@ def _maker(call: Call, config: Config, scale: float) -> Callable:
     return made
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every kernel that the call launches."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """Every kernel that the call launches."""
     config = planning.config_of(packing.pack(call) or call)
     ahead = [rows.kernel(config)] if config.sees == "rows" else []
-    return [*ahead, (LAUNCH, arguments, config)]
+    return [*ahead, jit.Kernel(LAUNCH, arguments, config)]
 
 
 def arguments(config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32
-
-    dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v = (jit.size() for _ in range(7))
-    q, k = (jit.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    v, o = (jit.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
-    lse = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False)
-    return [Tensors(q, k, v, o, lse), *stand_ins(config, batch, seqlen_q, seqlen_k, heads_q)]
-
-
-def stand_ins(config, batch, seqlen_q, seqlen_k, heads_q) -> tuple[Work, Band, Scores]:
-    """What is the same for all dtypes. The lengths are symbols."""
-    from tilewise.sm90.dsl import Float32, Int32
-
-    *changed, _, draw = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)
-    sink = jit.tensor(Float32, heads_q, aligned=False) if config.sink else None
-    row_max = jit.tensor(Float32, batch, heads_q, seqlen_q, aligned=False) if config.row_max else None
-    scored = Scores(Float32(1.0), *changed, sink, row_max, Int32(0), draw)
-    return _stand_in_of_work(config), _stand_in_of_band(config, batch, heads_q, seqlen_q), scored
-
-
-def _stand_in_of_work(config) -> Work:
-    from tilewise.sm90.dsl import Float32, Int32
-
-    found = [jit.tensor(Float32, jit.size()), jit.tensor(Int32, jit.size(), aligned=False)] if config.shares else [None] * 2
-    return Work(jit.tensor(Int32, 1, aligned=False), *found, Int32(0), Int32(0))
-
-
-def _stand_in_of_band(config, batch, heads_q, seqlen_q) -> Band:
-    from tilewise.sm90.dsl import Int32
-
-    m_blocks = jit.size()
-    shapes = {}
-    if config.sees in ("rows", "runs"):
-        shapes["order"] = (m_blocks if config.cluster == 1 else jit.size(),)
-    if config.sees == "rows":
-        shapes |= {"rows": (2, seqlen_q), "walks": (m_blocks, 4)}
-    if config.sees == "runs":
-        shapes |= {"spans": (jit.size(), m_blocks, 3), "runs": (jit.size(), 4), "bands": (jit.size(), 6)}
-        shapes |= {"bitmaps": (jit.size(), config.tile_m, 4), "planes": (batch, heads_q)}
-    tables = RowTables(**{name: jit.tensor(Int32, *shape, aligned=False) for name, shape in shapes.items()})
-    return Band(*(Int32(0) for _ in range(6)), tables)
+    return [*map(StandIns(config), (Tensors, Work, Band, Scores))]
 
 
 _COUNTERS: dict[tuple, Tensor] = {}

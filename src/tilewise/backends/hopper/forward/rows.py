@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilewise.backends.hopper.operands import Packed
+from tilewise.backends.hopper.stand_ins import Ints, StandIns
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.masks import Documents, Unread
 from tilewise.sm90 import jit
@@ -32,20 +33,17 @@ class ColumnsConfig:
 
 
 class Rows(NamedTuple):
-    """int32, as seen.py has them."""
+    """As seen.py has them."""
 
-    order: Tensor  # (ceil(m_blocks / cluster),) tiles of queries, or a cluster's, those that visit the most tiles of keys last
-    ends: Tensor  # (2, seqlen_q): each row's keys
-    walks: Tensor  # (m_blocks, 4)
+    order: Annotated[Tensor, Ints("clusters")]  # tiles of queries, or a cluster's, those that visit the most tiles of keys last
+    ends: Annotated[Tensor, Ints("2 seqlen_q")]  # each row's keys
+    walks: Annotated[Tensor, Ints("m_blocks 4")]
 
 
-def kernel(config) -> tuple:
-    """What `jit.compiled` takes for the kernel that finds the rows for one of `config`."""
-    return (
-        "tilewise.backends.hopper.forward.intervals:launch",
-        arguments,
-        RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster),
-    )
+def kernel(config) -> jit.Kernel:
+    """What finds the rows for one of `config`."""
+    found = RowsConfig(tile_m=config.tile_m, tile_n=config.tile_n, cluster=config.cluster)
+    return jit.Kernel("tilewise.backends.hopper.forward.intervals:launch", arguments, found)
 
 
 def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
@@ -77,14 +75,5 @@ def _rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: 
 
 def arguments(config: RowsConfig) -> list:
     """Stand-ins for `intervals.launch`'s operands."""
-    from tilewise.sm90.dsl import Int32
-
-    seqlen_q, m_blocks, units = (jit.size() for _ in range(3))
-    return [packed_stand_in(), *(jit.tensor(Int32, *shape, aligned=False) for shape in ((units,), (2, seqlen_q), (m_blocks, 4)))]
-
-
-def packed_stand_in() -> Packed:
-    from tilewise.sm90.dsl import Int32
-
-    documents = jit.size()
-    return Packed(*(jit.tensor(Int32, documents, aligned=False) for _ in range(2)), *(Int32(0) for _ in range(5)))
+    made = StandIns(config)
+    return [made(Packed), *made(Rows)]

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tilewise.backends.hopper import changes, short
 from tilewise.backends.hopper.backward import tables as backward_tables
-from tilewise.backends.hopper.operands import Band, BiasTensors, Changes, Given, Scratch
+from tilewise.backends.hopper.operands import Band, BiasTensors, Changes, Given, KeyTables, LikeO, LikeV, Scratch
 from tilewise.backends.hopper.score_changes import ScoreChanges
+from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Full
@@ -106,16 +107,16 @@ def config_of(call: Call, rows: bool, whole: bool) -> Config:
     return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
 
 
-def kernels(call: Call) -> list[tuple]:
-    """What `jit.compiled` takes, for every shape that the bias may have."""
+def kernels(call: Call) -> list[jit.Kernel]:
+    """For every shape that the bias may have."""
     configs = [config_of(call, rows, whole) for rows in (True, False) for whole in (True, False)]
     ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
-    return [*ahead, *((LAUNCH, arguments, config) for config in configs)]
+    return [*ahead, *(jit.Kernel(LAUNCH, arguments, config) for config in configs)]
 
 
-def kernel(call: Call, multiprocessors: int) -> tuple:
+def kernel(call: Call, multiprocessors: int) -> jit.Kernel:
     """Of `kernels`, the one that the call launches on a GPU of so many multiprocessors."""
-    return LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1)
+    return jit.Kernel(LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1))
 
 
 def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes], Tensor]:
@@ -139,17 +140,5 @@ def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes]
 
 def arguments(config) -> list:
     """Stand-ins for the launch's operands."""
-    from tilewise.sm90.dsl import Float32, Int32
-
-    dtype = changes.dsl(config.dtype)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k, dim, dim_v, rows = (jit.size() for _ in range(8))
-    q, k = (jit.tensor(dtype, batch, *sizes, dim) for sizes in ((seqlen_q, heads_q), (seqlen_k, heads_k)))
-    v, d_o = (jit.tensor(dtype, batch, *sizes, dim_v) for sizes in ((seqlen_k, heads_k), (seqlen_q, heads_q)))
-    statistics = [jit.tensor(Float32, batch, heads_q, rows) for _ in range(2)]
-    kept = seqlen_q if config.rows else jit.size()
-    sums = jit.tensor(
-        changes.dsl(config.bias if config.whole else torch.float32), *(jit.size() for _ in range(3)), kept, seqlen_k, aligned=False
-    )
-    band = Band(*(Int32(0) for _ in range(6)), backward_tables.stand_ins(config, batch, heads_q, seqlen_q, seqlen_k, jit.size()))
-    changed = changes.stand_ins(config, seqlen_q, seqlen_k, heads_q)._replace(shift=Int32(0))
-    return [v, d_o, BiasTensors(q, k, *statistics, sums), band, changed]
+    made = StandIns(config)
+    return [*map(made, (LikeV, LikeO, BiasTensors)), made(Band, tables=KeyTables), made(Changes, shift=int)]

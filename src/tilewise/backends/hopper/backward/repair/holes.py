@@ -17,7 +17,7 @@ from tilewise.backends.hopper.backward.repair.elements import (
     words_of,
 )
 from tilewise.backends.hopper.backward.repair.entries import WARPS, Entry
-from tilewise.backends.hopper.changes import dsl
+from tilewise.backends.hopper.stand_ins import dsl
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 

@@ -4,7 +4,7 @@ from tilewise.backends.hopper.backward.config import PIECE
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import EIGHT, STEP, Matrix, column_of, is_finite, row_of, too_large, words_of
 from tilewise.backends.hopper.backward.tiles import WARP
-from tilewise.backends.hopper.changes import dsl
+from tilewise.backends.hopper.stand_ins import dsl
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, arch, cute, cutlass, range_constexpr
 
 UNKNOWN, SMALL, LARGE = range(3)  # states of a piece; prepare.py clears them to 0
