@@ -54,11 +54,12 @@ if LD_PRELOAD="$preload" "$PYTHON" -c "$overrun" 2> "$folder/report" || ! grep -
   exit 1
 fi
 # test_memory.py measures the process's peak, which is the sanitizers' here, by long sequences that took longer than all others. What is about the
-# system's permission to use tiles has nothing to ask for where they are emulated. torch's compiler is not what is looked at.
+# system's permission to use tiles has nothing to ask for where they are emulated. torch's compiler is not what is looked at, nor are processes that
+# begin anew, which take a minute each here, or longer than their tests wait.
 permission=
 for test in test_without_permission_the_next_best_runs test_permission_is_asked_for_once_and_held; do
   [ -z "$emulated" ] || permission="$permission --deselect tests/backends/cpu/test_amx.py::$test"
 done
-LD_PRELOAD="$preload" "$PYTHON" -m pytest -p no:cacheprovider -m "not slow" -k "not compile and not export" -n auto --dist worksteal \
+LD_PRELOAD="$preload" "$PYTHON" -m pytest -p no:cacheprovider -m "not slow" -k "not compile and not export and not forked_child and not workers_of_a_loader" -n auto --dist worksteal \
   tests/backends/cpu --ignore tests/backends/cpu/test_memory.py $permission \
   tests/test_decoding.py tests/test_decode_fuzz.py tests/test_varlen.py tests/runtime/test_by_document.py tests/runtime/test_three_calls.py "$@"

@@ -17,7 +17,7 @@ import pytest
 TODAY = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
 SEED = os.environ.setdefault("TILEWISE_TEST_SEED", TODAY)  # pytest-xdist's workers inherit it: they must agree
 SHARE = float(os.environ.setdefault("TILEWISE_TEST_SHARE", "1"))
-FEW = 4  # cells of a test that is not marked, which are not worth a choice
+FEW = 2  # cells of a test that is not marked, which are not worth a choice
 
 
 def chosen(cells: Sequence[set[Hashable]], share: float, seed: str) -> set[int]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward.tables import KEYS, QUERIES, query_visits_of, visits_of
+from tilewise.backends.hopper.backward.tables import query_visits_of, visits_of
+from tilewise.backends.hopper.operands import KEYS, QUERIES
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.sm90.jit import why_no_compiler
 from tilewise.testing.cases import masks, random_mask

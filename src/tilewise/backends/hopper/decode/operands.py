@@ -25,7 +25,7 @@ def _everyone(config) -> str:
     return "everyone" if config.common else _sequences(config)
 
 
-def _whole(name: str) -> Callable:
+def _index(name: str) -> Callable:
     """int64 where `Config.wide` names it, otherwise int32."""
     return lambda config: torch.int64 if name in config.wide else torch.int32
 
@@ -57,15 +57,15 @@ class Tensors(NamedTuple):
 class Lengths(NamedTuple):
     """int32 or int64, but for the tree; read on the GPU."""
 
-    seqlens: Annotated[Tensor, Of(_sequences, _whole("seqlens"))]  # clamped to [0, capacity]
-    pages: Annotated[Tensor | None, When("box"), Of(lambda config: f"{_everyone(config)} max_pages", _whole("pages"))]
-    cu_seqlens_q: Annotated[Tensor | None, When("ragged"), Of("cu_seqlens", _whole("cu_seqlens_q"))]
-    entries: Annotated[Tensor | None, When("entries"), Of(_everyone, _whole("entries"))]  # the entry of K and V that holds a sequence
-    leftpad: Annotated[Tensor | None, When("leftpad"), Of(_sequences, _whole("leftpad"))]  # the first token that may be seen
+    seqlens: Annotated[Tensor, Of(_sequences, _index("seqlens"))]  # clamped to [0, capacity]
+    pages: Annotated[Tensor | None, When("box"), Of(lambda config: f"{_everyone(config)} max_pages", _index("pages"))]
+    cu_seqlens_q: Annotated[Tensor | None, When("ragged"), Of("cu_seqlens", _index("cu_seqlens_q"))]
+    entries: Annotated[Tensor | None, When("entries"), Of(_everyone, _index("entries"))]  # the entry of K and V that holds a sequence
+    leftpad: Annotated[Tensor | None, When("leftpad"), Of(_sequences, _index("leftpad"))]  # the first token that may be seen
     tree: Annotated[Tensor | None, When("tree"), Of("_ new new", torch.uint8)]  # which of the newest tokens see which; _: batch or 1
     # In a prefix's launch, whose keys are the longest one's of those with queries:
-    all_seqlens: Annotated[Tensor | None, When("common"), Of(_everyone, _whole("all_seqlens"))] = None
-    all_cu_seqlens_q: Annotated[Tensor | None, When("common", ("packed",)), Of("all_cu_seqlens", _whole("all_cu_seqlens_q"))] = None
+    all_seqlens: Annotated[Tensor | None, When("common"), Of(_everyone, _index("all_seqlens"))] = None
+    all_cu_seqlens_q: Annotated[Tensor | None, When("common", ("packed",)), Of("all_cu_seqlens", _index("all_cu_seqlens_q"))] = None
 
 
 class Prior(NamedTuple):
