@@ -187,7 +187,9 @@ HOPPER = Recipe(
             ("    dropout: bool = False", "    warmth: bool = False\n"),
             ("self.alibi or self.bias is not None", "self.warmth or "),
         ],
-        "backends/hopper/operands.py": [("\n\n\nclass Changes(NamedTuple)", "\n    warmth: Tensor | None = None")],
+        "backends/hopper/operands.py": [
+            ("\n\n\nclass Changes(NamedTuple)", '\n    warmth: Annotated[Tensor | None, When("warmth"), Floats("heads_q")] = None')
+        ],
         "backends/hopper/changes.py": [
             ('        "dropout": call.dropout is not None,\n', '        "warmth": call.warmth is not None,\n'),
             (")\n\n\ndef numbers", ", call.warmth"),
@@ -195,7 +197,6 @@ HOPPER = Recipe(
         "backends/hopper/forward/call.py": [
             ("call.row_max or call.diagonal is not None", "call.warmth is not None or "),
             ("),)\n\n    return made", ", call.warmth"),
-            (")\n    return _stand_in_of_work(config)", ", jit.tensor(Float32, heads_q, aligned=False) if config.warmth else None"),
         ],
         "backends/hopper/packing.py": [("call.dropout)):  # which differ by head", "call.warmth, ")],
         "backends/hopper/coverage.py": [

@@ -35,7 +35,7 @@ class Watched(TorchDispatchMode):
         given = {StorageWeakRef(x.untyped_storage()) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         found = func(*args, **(kwargs or {}))
         for x in tree_leaves(found):
-            if isinstance(x, Tensor) and (storage := StorageWeakRef(x.untyped_storage())) not in given:
+            if isinstance(x, Tensor) and not x.is_meta and (storage := StorageWeakRef(x.untyped_storage())) not in given:
                 self.alive[storage] = x.untyped_storage().nbytes()
         self.alive = {storage: size for storage, size in self.alive.items() if not storage.expired()}
         self.moments.append(dict(self.alive))
