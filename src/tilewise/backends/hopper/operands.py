@@ -31,7 +31,7 @@ class RowTables(NamedTuple):
     bitmaps: Tensor | None = None  # (bitmaps, tile_m, WORDS)
     planes: Tensor | None = None  # (batch, heads)
     rows: Tensor | None = None  # (2, seqlen_q): begin, end
-    walks: Tensor | None = None  # (m_blocks, 4): the fields of seen.Walk
+    walks: Tensor | None = None  # (m_blocks, 4): the fields of keys.Walk
 
 
 class KeyTables(NamedTuple):
@@ -41,7 +41,7 @@ class KeyTables(NamedTuple):
     queries: Tensor | None = None  # (2, seqlen_k): of the queries that see a key
     walks: Tensor | None = None  # (n_blocks + 1, 4): first, last, free_first, free_last of order.Walk; then the most tiles of one, and all
     visitors: Tensor | None = None  # (m_blocks, 2): the fields of order.Visitors
-    visits: Tensor | None = None  # (visits, 4): the fields of seen.Visit
+    visits: Tensor | None = None  # (visits, 4): the fields of queries.Visit
     bands: Tensor | None = None  # (bands, 6): of queries that see a key, so keys are the rows
     bitmaps: Tensor | None = None  # (bitmaps, tile_n, tile_m / WORD)
     spans: Tensor | None = None  # (planes, n_blocks, 2): the visits of a block of keys

@@ -32,7 +32,7 @@ class ColumnsConfig:
 
 
 class Rows(NamedTuple):
-    """int32, as seen.py has them."""
+    """int32, as visible/keys.py has them."""
 
     order: Tensor  # (ceil(m_blocks / cluster),) tiles of queries, or a cluster's, those that visit the most tiles of keys last
     ends: Tensor  # (2, seqlen_q): each row's keys
