@@ -27,7 +27,7 @@ from kernel_facts import digest
 
 @cache
 def sample() -> dict[str, tuple]:
-    """What `jit.build` takes, by name: rungs, every tile of the production kernels under two kinds of mask, changes of scores, biases."""
+    """What `jit.build` takes, by name: rungs, every tile of the production kernels under two kinds of mask, changes of scores, dropout, biases."""
     import torch
 
     from tilewise.backends.hopper.backward import call as backward_call
@@ -55,10 +55,15 @@ def sample() -> dict[str, tuple]:
             found[key] = backward_call.LAUNCH, backward_call.arguments, config
             for launched in repairs.kernels(config):
                 found[f"repair {dims} {sees} {dtype} {sorted(changed)}"] = launched
-    for rows, sees in itertools.product((False, True), ("band", "runs")):
-        config = bias.Config(
-            dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, sees=sees, rows=rows, whole=True, chunks=2, chunks_v=2
-        )
+    for dims, sees, changed in (((64, 64), "interval", {}), ((128, 128), "rows", changes), ((256, 256), "runs", {})):
+        changed, named = changed | {"dropout": True}, f"{dims} {sees} dropout {sorted(changed)}"
+        found[f"forward {named}"] = forward_call.LAUNCH, forward_call.arguments, forward.configure(torch.bfloat16, *dims, sees, **changed)
+        config = backward.configure(torch.bfloat16, *dims, sees, **changed)
+        found[f"backward {named}"] = backward_call.LAUNCH, backward_call.arguments, config
+        (found[f"repair {named}"],) = repairs.kernels(config)
+    for rows, sees in itertools.product((False, True), ("band", "rows", "runs")):
+        shape = {"rows": rows, "whole": True, "chunks": 2, "chunks_v": 2}
+        config = bias.Config(dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, sees=sees, dropout=rows, **shape)
         found[f"bias {rows} {sees}"] = bias.LAUNCH, bias.arguments, config
     return found
 

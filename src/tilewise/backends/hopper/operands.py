@@ -34,7 +34,7 @@ class RowTables(NamedTuple):
     bitmaps: Annotated[Tensor | None, RUNS, Ints(lambda config: f"bitmaps {config.tile_m} 4")] = None  # 4 words
     planes: Annotated[Tensor | None, RUNS, Ints("batch heads_q")] = None
     rows: Annotated[Tensor | None, ROWS, Ints("2 seqlen_q")] = None  # begin, end
-    walks: Annotated[Tensor | None, ROWS, Ints("m_blocks 4")] = None  # the fields of seen.Walk
+    walks: Annotated[Tensor | None, ROWS, Ints("m_blocks 4")] = None  # the fields of keys.Walk
 
 
 class KeyTables(NamedTuple):
@@ -45,7 +45,7 @@ class KeyTables(NamedTuple):
     # n_blocks + 1: first, last, free_first, free_last of order.Walk; then the most tiles of one, and all.
     walks: Annotated[Tensor | None, ROWS, Ints("walks 4")] = None
     visitors: Annotated[Tensor | None, ROWS, Ints("m_blocks 2")] = None  # the fields of order.Visitors
-    visits: Annotated[Tensor | None, RUNS, Ints("visits 4", aligned=True)] = None  # the fields of seen.Visit
+    visits: Annotated[Tensor | None, RUNS, Ints("visits 4", aligned=True)] = None  # the fields of queries.Visit
     bands: Annotated[Tensor | None, RUNS, Ints("bands 6")] = None  # of queries that see a key, so keys are the rows
     bitmaps: Annotated[Tensor | None, RUNS, Ints(lambda config: f"bitmaps {config.tile_n} {config.tile_m // WORD}")] = None
     spans: Annotated[Tensor | None, RUNS, Ints("planes n_blocks 2")] = None  # the visits of a block of keys

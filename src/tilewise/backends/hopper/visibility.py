@@ -1,4 +1,4 @@
-"""What is known of a mask when a kernel for it is compiled: the word that both passes' `Config.sees` hold, explained in their seen.py."""
+"""What is known of a mask when a kernel for it is compiled: the word that both passes' `Config.sees` hold, explained in visible/."""
 
 from tilewise.backends.tables import documents
 from tilewise.masks import Causal, Mask

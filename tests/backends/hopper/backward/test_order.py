@@ -23,10 +23,11 @@ pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no
 def order(in_python):
     """The modules' functions and tuples."""
     from tilewise.backends.hopper.backward import order as backward_order
-    from tilewise.backends.hopper.backward import seen
+    from tilewise.backends.hopper.visible import bands, queries
 
-    names = "interval_in", "settled_order", "queries_of", "visitors_of", "block_of", "walk_of", "last_visits", "begun", "turn_of"
-    return plain(in_python, vars(seen) | vars(backward_order), names)
+    of_order = "settled_order", "visitors_of", "block_of", "walk_of", "last_visits", "begun", "turn_of"
+    of_bands = "interval", "interval_in", "queries_of", "some_of", "tiles_of"
+    return plain(in_python, vars(bands) | vars(queries) | vars(backward_order), (*of_order, *of_bands))
 
 
 @pytest.fixture(scope="module")

@@ -23,13 +23,12 @@ TILES = ((64, 128), (128, 128), (64, 64))
 
 @pytest.fixture(scope="module")
 def kernel(in_python):
-    """Functions of backward/seen.py and backward/order.py."""
+    """Functions of visible/ and backward/order.py."""
     from tilewise.backends.hopper.backward import order as backward_order
-    from tilewise.backends.hopper.backward import seen as backward_visible
-    from tilewise.backends.hopper.forward import seen as visible
+    from tilewise.backends.hopper.visible import bands, keys, queries
 
-    found = vars(backward_order) | vars(visible) | vars(backward_visible) | dict(Int32=int, Boolean=bool, const_expr=bool)
-    found["edges_of"] = lambda ref, bands: visible.Band(*bands[-1 - ref].tolist(), None)
+    found = vars(backward_order) | vars(keys) | vars(queries) | vars(bands) | dict(Int32=int, Boolean=bool, const_expr=bool)
+    found["band_of"] = lambda ref, of_tables: bands.Band(*of_tables[-1 - ref].tolist(), None)
     in_python(
         ("interval", "walk_of_head", "tile_at", "visit_of", "shows", "shows_in", "turn_of", "next_in", "is_visited", "sees_any"), found
     )

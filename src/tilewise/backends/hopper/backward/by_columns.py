@@ -15,11 +15,9 @@ from tilewise.backends.hopper.backward import epilogue
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.epilogue import Stores
-from tilewise.backends.hopper.backward.order import Block, Walk
+from tilewise.backends.hopper.backward.order import Block
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
-from tilewise.backends.hopper.backward.seen import hide_unseen, queries_of, visit_in, walk_of_head
 from tilewise.backends.hopper.backward.tiles import (
-    FAR,
     THREADS,
     WARP,
     Barrier,
@@ -27,7 +25,6 @@ from tilewise.backends.hopper.backward.tiles import (
     Pipes,
     Smem,
     add_vectors,
-    hide,
     per_query,
     place_of_sum,
     probabilities,
@@ -35,6 +32,7 @@ from tilewise.backends.hopper.backward.tiles import (
     transposed,
 )
 from tilewise.backends.hopper.operands import Band, Draw
+from tilewise.backends.hopper.visible.queries import Walk, hide_in, queries_of_rows, visit_in, walk_of_head
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -142,11 +140,7 @@ def make_tile(
     own = thread % THREADS
     tScS = mma.s.get_slice(own).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
     at = fragments.by_rows(tScS)
-    begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
-    for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
-        if begin[r] >= end[r]:
-            begin[r], end[r] = Int32(FAR), Int32(0)
+    begin, end = queries_of_rows(tScS, block.n0, band, config)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     sums = tensors.sum_dQ[block.batch, None, None, None]
@@ -292,13 +286,13 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
             bits = changed.kept_of(tile.thread, place.head, m0, tile.n0, config)
     if const_expr(config.modified):
         rest = changed.change(tile.acc_S, tile.thread, place.head, m0, config)
-        hide_in(tile, stage, place, walk, -float("inf"), config)
+        hide_in(tile, tile.acc_S, tile.n0, stage, place.m_block, is_masked(place, walk), -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, bits, config)
     else:
         for c in range_constexpr(cute.size(lse)):
             lse[c] -= math.log2(config.enlarged)
         probabilities(tile.acc_S, lse, tile.scale_log2)
-        hide_in(tile, stage, place, walk, 0.0, config)
+        hide_in(tile, tile.acc_S, tile.n0, stage, place.m_block, is_masked(place, walk), 0.0, config)
         if const_expr(config.dropout):
             changed.round_kept(rounded, tile.acc_S, bits)
         else:
@@ -316,12 +310,8 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
 
 
 @cute.jit
-def hide_in(tile: Tile, stage: Int32, place: Place, walk: Walk, hidden: Constexpr[float], config: Constexpr[Config]):
-    """What the tile at `place` hides."""
-    if const_expr(config.sees == "runs"):
-        hide_unseen(tile.acc_S, visit_in(tile.visits, stage), tile.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
-    elif place.m_block < walk.free_first or place.m_block >= walk.free_last:
-        hide(tile, tile.acc_S, place.m_block * config.tile_m, config, hidden)
+def is_masked(place: Place, walk: Walk) -> Boolean:
+    return place.m_block < walk.free_first or place.m_block >= walk.free_last
 
 
 @cute.jit

@@ -15,12 +15,10 @@ from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import ADDERS, Config
 from tilewise.backends.hopper.backward.epilogue import Stores
-from tilewise.backends.hopper.backward.order import Block, Order, Walk
+from tilewise.backends.hopper.backward.order import Block, Order
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
-from tilewise.backends.hopper.backward.seen import abreast, hide_unseen, next_in, queries_of, visit_in, walk_of_head, walk_of_keys, walks_of
 from tilewise.backends.hopper.backward.shares import Partials
 from tilewise.backends.hopper.backward.tiles import (
-    FAR,
     KEYS,
     THREADS,
     WARP,
@@ -30,8 +28,9 @@ from tilewise.backends.hopper.backward.tiles import (
     Smem,
     add_directly,
     add_to_rows,
+    as_left_operand,
     exponentiate,
-    hide,
+    left_operand,
     per_query,
     probabilities,
     subtract,
@@ -39,6 +38,19 @@ from tilewise.backends.hopper.backward.tiles import (
     transposed,
 )
 from tilewise.backends.hopper.operands import Band, Draw
+from tilewise.backends.hopper.visible.hiding import hide
+from tilewise.backends.hopper.visible.queries import (
+    FAR,
+    Walk,
+    abreast,
+    hide_in,
+    next_in,
+    queries_of,
+    queries_of_rows,
+    visit_in,
+    walk_of_head,
+    walks_of,
+)
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     BFloat16,
@@ -208,6 +220,23 @@ def visit_all(
 
 
 @cute.jit
+def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+    """A block's walk without the tiles at its ends that see none of a warpgroup's keys, from this one on; one warp works it out."""
+    begin, end = Int32(FAR), Int32(0)
+    for i in range_constexpr(KEYS // WARP):
+        of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
+        if of_key[0] < of_key[1]:
+            begin, end = min(begin, of_key[0]), max(end, of_key[1])
+    begin, end = (arch.make_warp_uniform(x) for x in (-arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")))
+    first = min(max(max(begin, 0) // config.tile_m, walk.first), walk.last)
+    last = max(min(cute.ceil_div(end, config.tile_m), walk.last), first)
+    start = first
+    if walk.step < 0:
+        start = last - 1
+    return Walk(start, walk.step, first, last, walk.free_first, walk.free_last)
+
+
+@cute.jit
 def visit_unseen(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, tiles: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
@@ -241,11 +270,7 @@ def make_tile(
     copy_dS = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), sm.dS.element_type), mma.s)
     tScS = mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
     at = fragments.by_rows(tScS)
-    begin, end = cute.make_rmem_tensor(fragments.ROWS, Int32), cute.make_rmem_tensor(fragments.ROWS, Int32)
-    for r in range_constexpr(fragments.ROWS):
-        begin[r], end[r] = queries_of(block.n0 + at[r, 0][0], band, config)
-        if begin[r] >= end[r]:
-            begin[r], end[r] = Int32(FAR), Int32(0)
+    begin, end = queries_of_rows(tScS, block.n0, band, config)
     pairs = cute.make_layout((2, config.tile_m // 8, config.stages), stride=(1, 8, config.tile_m))
     left, right = sm.dS, transposed(sm.K)
     if const_expr(config.dq_transposed):
@@ -324,7 +349,7 @@ def step(
         if const_expr(not config.whole.delta_in):
             add_to_rows(acc_dP, minus_delta)
         differentiate(acc_dP, acc_S)
-    dS = left_operand(tile.mma.dk, config)
+    dS = left_operand(tile.mma.dk, (config.tile_n, config.tile_m))
     if const_expr(config.whole.pairwise):
         fragments.round_pairs_into(dS, acc_dP)
     else:
@@ -407,7 +432,7 @@ def step_lean(
         for c in range_constexpr(cute.size(lse)):
             lse[c] -= math.log2(config.enlarged)
     subtract(acc_S, lse, tile.scale_log2)
-    P, columns = left_operand(tile.mma.dv, config), const_expr(cute.size(acc_S) // fragments.ROWS)
+    P, columns = left_operand(tile.mma.dv, (config.tile_n, config.tile_m)), const_expr(cute.size(acc_S) // fragments.ROWS)
     cut = const_expr(int(columns * config.ahead) // 2 * 2)
     weigh_columns(tile, acc_S, P, m_block, masked, 0, cut, config)
     pipes.do.consumer_wait(state)
@@ -418,7 +443,7 @@ def step_lean(
     warpgroup.wait_group(1)  # dP is there, dV is not
     add_to_rows(acc_dP, minus_delta)
     multiply_by_rounded(acc_dP, P, config)
-    dS = left_operand(tile.mma.dv, config)
+    dS = left_operand(tile.mma.dv, (config.tile_n, config.tile_m))
     fragments.round_pairs_into(dS, acc_dP)
     if state.count > 0:
         arch.barrier(barrier_id=Barrier.READ + tile.consumer, number_of_threads=2 * THREADS)  # the other has read the dS before this one
@@ -461,7 +486,7 @@ def weigh_columns(
     """P of some of a thread's columns from their exponents, rounded."""
     if const_expr(last > first):
         if masked:
-            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), first, last)
+            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), first, last)
         exponentiate(acc_S, first, last)
         part = cute.make_layout(2 * (last - first))
         into, numbers = (cute.make_tensor(x.iterator + 2 * first, part) for x in (P, acc_S))
@@ -500,19 +525,19 @@ def weights(
             hide_always(tile, acc_S, m_block * config.tile_m)
             probabilities(acc_S, lse, tile.scale_log2)
         elif const_expr(at_once(config)):
-            hide_in(tile, acc_S, stage, m_block, masked, 0.0, config)
+            hide_in(tile, acc_S, tile.block.n0, stage, m_block, masked, 0.0, config)
         else:
             subtract(acc_S, lse, tile.scale_log2)
             exponentiate_in_two(tile, acc_S, m_block, masked, config)
         if const_expr(config.dropout):
-            P = left_operand(tile.mma.dv, config)
+            P = left_operand(tile.mma.dv, (config.tile_n, config.tile_m))
             changed.round_kept(P, acc_S, bits)
             return P
-        return as_left_operand(tile.mma.dv, acc_S, config)
+        return as_left_operand(tile.mma.dv, acc_S, (config.tile_n, config.tile_m))
     at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
-    hide_in(tile, acc_S, stage, m_block, masked, -float("inf"), config)
-    P = left_operand(tile.mma.dv, config)
+    hide_in(tile, acc_S, tile.block.n0, stage, m_block, masked, -float("inf"), config)
+    P = left_operand(tile.mma.dv, (config.tile_n, config.tile_m))
     changed.weigh(acc_S, rest, P, lse, tile.scale_log2, bits, config)
     return P
 
@@ -529,10 +554,10 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
     cut = const_expr(int(columns * config.ahead) // 2 * 2)
     if const_expr(cut > 0):
         if masked:
-            hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), 0, cut)
+            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), 0, cut)
         exponentiate(acc_S, 0, cut)
     if masked:
-        hide(tile, acc_S, m_block * config.tile_m, config, -float("inf"), cut, columns)
+        hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), cut, columns)
     exponentiate(acc_S, cut, columns)
 
 
@@ -550,17 +575,6 @@ def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
 
 
 @cute.jit
-def hide_in(
-    tile: Tile, acc: cute.Tensor, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr[Config]
-):  # fmt: skip
-    """What this tile of queries hides."""
-    if const_expr(config.sees == "runs"):
-        hide_unseen(acc, visit_in(tile.visits, stage), tile.block.n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
-    elif masked:
-        hide(tile, acc, m_block * config.tile_m, config, hidden)
-
-
-@cute.jit
 def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
     """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
     for i in range_constexpr(cute.size(acc_dP)):
@@ -575,19 +589,6 @@ def differentiate_kept(
     lift = dropout.lift_of(draw, config)
     for i in range_constexpr(cute.size(acc_dP)):
         acc_dP[i] = acc_P[i] * (acc_dP[i] * dropout.in_columns(bits, i, lift) + minus_delta[dropout.row_and_column(i)[1]])
-
-
-@cute.jit
-def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, config: Constexpr[Config]) -> cute.Tensor:
-    """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
-    rounded = left_operand(tiled_mma, config)
-    fragments.round_into(rounded, acc)
-    return rounded
-
-
-def left_operand(tiled_mma: cute.TiledMma, config: Config) -> cute.Tensor:
-    mma = tiled_mma.get_slice(0)
-    return mma.make_fragment_A(mma.partition_shape_A((config.tile_n, config.tile_m)))
 
 
 @cute.jit

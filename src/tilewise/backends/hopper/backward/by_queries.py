@@ -10,15 +10,16 @@ from beginning to end. Nothing is added up in memory, so there is no order to ke
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import parts
 from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import Scales, Tensors
 from tilewise.backends.hopper.backward.repair.reports import report_queries
-from tilewise.backends.hopper.backward.seen import FIELDS, hide_unseen, keys_of, visit_in
-from tilewise.backends.hopper.backward.tiles import THREADS, WARP, load_row, swizzled, transposed
-from tilewise.backends.hopper.operands import KEYS, QUERIES, Band, Draw
+from tilewise.backends.hopper.backward.tiles import THREADS, WARP, as_left_operand, load_row, swizzled, transposed
+from tilewise.backends.hopper.operands import KEYS, QUERIES, Band
+from tilewise.backends.hopper.visible.bands import all_of, tiles_seen
+from tilewise.backends.hopper.visible.hiding import hide
+from tilewise.backends.hopper.visible.queries import FIELDS, hide_unseen, keys_of, visit_in
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -125,13 +126,8 @@ def walk_of(block: Block, band: Band, config: Constexpr[Config]) -> Walk:
         plane, m_block = band.tables.planes[block.batch, block.head], block.m0 // ROWS
         first, last = band.tables.query_spans[plane, m_block, 0], band.tables.query_spans[plane, m_block, 1]
         return Walk(first, last, first, first)
-    top, bottom = max(block.m0, band.q0), min(block.m0 + ROWS, band.q1) - 1  # the rows that see anything
-    begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
-    first = max(begin, 0) // KEYS
-    last = max(cute.ceil_div(max(end, 0), KEYS), first)
-    if top > bottom or begin >= end:
-        last = first
-    begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)  # the keys that all of them see
+    first, last = tiles_seen(block.m0, ROWS, KEYS, band)
+    begin, end = all_of(block.m0, ROWS, band)
     free_first = min(max(cute.ceil_div(max(begin, 0), KEYS), first), last)
     free_last = min(max(max(end, 0) // KEYS, free_first), last)
     if block.m0 < band.q0 or block.m0 + ROWS > band.q1:
@@ -259,7 +255,7 @@ def consume(
                 pipes.do.consumer_wait(tma.at_first(1))
             pipes.v.consumer_wait(at_v)
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
-            bits = kept_of(tensors, block, tScS, sm.visits, at_k.index, n_block, config)
+            bits = changed.kept_of_rows(tScS, tensors.changes.draw, block, first_key(sm.visits, at_k.index, n_block, config), KEYS, config)
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
                 head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]
@@ -269,12 +265,14 @@ def consume(
                 probabilities(acc_S, rows, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
-            differentiate(acc_dP, acc_S, rows, tensors.changes.draw, bits, config)
+            dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_S)
+            changed.drop(dP, bits, tensors.changes.draw, config)
+            changed.differentiate(dP, P, dP, rows.minus_delta)
             if const_expr(config.sees == "runs"):
                 hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
             elif n_block < walk.free_first or n_block >= walk.free_last:
-                hide(acc_dP, tScS, rows, n_block * KEYS)
-            dS = as_left_operand(mma.dq, acc_dP)
+                hide(rows, acc_dP, tScS, n_block * KEYS)
+            dS = as_left_operand(mma.dq, acc_dP, (ROWS, KEYS))
             fragments.product(mma.dq, acc_dQ, dS, tQrK[None, None, None, at_k.index], True)
             warpgroup.wait_group(0)
             pipes.k.consumer_release(at_k)
@@ -296,51 +294,6 @@ def probabilities(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32):
 def first_key(sVisits: cute.Tensor | None, stage: Int32, n_block: Int32, config: Constexpr[Config]) -> Int32:
     """Of a tile; for "runs" n_block is a visit."""
     return KEYS * (visit_in(sVisits, stage).tile if const_expr(config.sees == "runs") else n_block)
-
-
-@cute.jit
-def kept_of(
-    tensors: Tensors, block: Block, tScS: cute.Tensor, sVisits: cute.Tensor | None, stage: Int32, n_block: Int32, config: Constexpr[Config]
-) -> cute.Tensor | None:  # fmt: skip
-    """Which of a thread's pairs dropout keeps: as `dropout.of_rows`."""
-    bits = None
-    if const_expr(config.dropout):
-        draw, (row, column) = tensors.changes.draw, fragments.by_rows(tScS)[0, 0]
-        head, key = dropout.head_of(draw, block.batch, block.head), first_key(sVisits, stage, n_block, config) + column
-        bits = dropout.of_rows(draw, head, block.m0 + row, key, const_expr(KEYS // 4))
-    return bits
-
-
-@cute.jit
-def differentiate(
-    acc_dP: cute.Tensor, acc_P: cute.Tensor, rows: Rows, draw: Draw | None, bits: cute.Tensor | None, config: Constexpr[Config]
-):  # fmt: skip
-    """dP becomes dS = P (dP - delta) (Eq. 25), by way of dropout."""
-    dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_P)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
-            if const_expr(bits is not None):
-                dP[r, c] *= dropout.in_rows(bits, r, c, KEYS // 4, dropout.lift_of(draw, config))
-            dP[r, c] = P[r, c] * (dP[r, c] + rows.minus_delta[r])
-
-
-@cute.jit
-def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, rows: Rows, n0: Int32):
-    """dS = 0 for the keys that a row does not see, or that do not exist. What K = NaN makes of it: repair/."""
-    dS, at = fragments.by_rows(acc_dS), fragments.by_rows(tScS)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(dS, mode=[1])):
-            column = at[r, c][1]
-            seen = column >= rows.begin[r] - n0 and column < rows.end[r] - n0
-            dS[r, c] = dS[r, c] if seen else Float32(0.0)
-
-
-@cute.jit
-def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor) -> cute.Tensor:
-    mma = tiled_mma.get_slice(0)
-    rounded = mma.make_fragment_A(mma.partition_shape_A((ROWS, KEYS)))
-    fragments.round_into(rounded, acc)
-    return rounded
 
 
 @cute.jit

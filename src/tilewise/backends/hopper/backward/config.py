@@ -101,7 +101,7 @@ class Config(ScoreChanges):
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "causal", "interval", "rows", "runs"]  # seen.py says what each means
+    sees: Literal["all", "causal", "interval", "rows", "runs"]  # visible/ says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     split: ByKeys | ByColumns = ByKeys()

@@ -18,7 +18,6 @@ from tilewise.backends.hopper.backward.order import (
     Block,
     Order,
     Visits,
-    Walk,
     block_of,
     heads_of,
     last_visits,
@@ -29,7 +28,6 @@ from tilewise.backends.hopper.backward.order import (
 )
 from tilewise.backends.hopper.backward.parts import Scales, Shared, Tensors
 from tilewise.backends.hopper.backward.repair.pieces import pieces_of
-from tilewise.backends.hopper.backward.seen import FIELDS, abreast, next_in, tile_at, walk_of_head, walks_of
 from tilewise.backends.hopper.backward.shares import lent, partials_of, partials_of_group
 from tilewise.backends.hopper.backward.tiles import (
     THREADS,
@@ -46,6 +44,7 @@ from tilewise.backends.hopper.backward.tiles import (
     swizzled,
 )
 from tilewise.backends.hopper.operands import Band, Changes, Given, Gradients, Scalars, Scratch, Turns
+from tilewise.backends.hopper.visible.queries import FIELDS, Walk, abreast, next_in, tile_at, walk_of_head, walks_of
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     Boolean,

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.operands import Band, Turns
+from tilewise.backends.hopper.visible.bands import some_of, tiles_of, transposed
+from tilewise.backends.hopper.visible.queries import Walk
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute
 
 SHARE = 16  # a walk is long if it exceeds 1 / SHARE of the average work of a multiprocessor
@@ -73,20 +75,6 @@ class Block(NamedTuple):
     ascending: Boolean  # it walks from its first tile of queries to its last
     share: Int32  # index of this thread block's part of the walk
     shares: Int32  # number of parts
-
-
-class Walk(NamedTuple):
-    """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
-
-    For "runs" these are the visits of one query head (seen.walk_of_head).
-    """
-
-    start: Int32
-    step: Int32  # 1 ascending, -1 descending
-    first: Int32
-    last: Int32
-    free_first: Int32
-    free_last: Int32
 
 
 class Visits(NamedTuple):
@@ -182,10 +170,8 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     if const_expr(config.sees == "rows"):
         first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
         return begun(block, first, last, free_first, free_last)
-    left, right = max(n0, band.k0), min(n0 + tile_n, band.k1) - 1  # the first and last key that some query sees
-    begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)  # queries that see some of these keys
-    first = max(begin, 0) // tile_m
-    last = max(cute.ceil_div(max(end, 0), tile_m), first)
+    left, right, begin, end = some_of(n0, tile_n, transposed(band))
+    first, last = tiles_of(begin, end, tile_m)
     if left > right:
         last = first
     begin, end = max(band.q0, n0 + tile_n - 1 - band.hi), min(band.q1, n0 - band.lo + 1)  # queries that see all of them

@@ -10,9 +10,10 @@ Units come from a counter, and only running blocks fetch, so units begin in the 
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.order import Block, Order, Walk, block_of, heads_of, settled_order, walk_of
+from tilewise.backends.hopper.backward.order import Block, Order, block_of, heads_of, settled_order, walk_of
 from tilewise.backends.hopper.backward.parts import Tensors
 from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.visible.queries import Walk
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, SmemAllocator, arch, cute, range_constexpr
 

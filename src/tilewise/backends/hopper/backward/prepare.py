@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import vector
-from tilewise.backends.hopper.backward.seen import sees_any
 from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.visible.queries import sees_any
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 

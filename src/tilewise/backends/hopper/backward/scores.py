@@ -8,11 +8,11 @@ trace in the generated code.
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.backward.seen import place_in_tile
 from tilewise.backends.hopper.backward.tiles import per_query
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scores import READ
-from tilewise.backends.hopper.operands import Changes
+from tilewise.backends.hopper.operands import Changes, Draw
+from tilewise.backends.hopper.visible.queries import place_in_tile
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, range_constexpr
 from tilewise.sm90.fragments import LOG2_E
@@ -252,6 +252,35 @@ def weigh_rows(
                     biases = scores.read(gBias, fragments.column(c), keys, config)
                 for i in range_constexpr(2):
                     S[r, c + i] = weight_of(S[r, c + i], biases[i], distance, c + i, slope, lse[r], scale_log2, capped, changes, config)
+
+
+@cute.jit
+def kept_of_rows(tScS: cute.Tensor, draw: Draw | None, block, n0: Int32, columns: Constexpr[int], config: Constexpr) -> cute.Tensor | None:
+    """Which of a thread's pairs dropout keeps in a tile of so many columns, where rows are queries: as `dropout.of_rows`. block: of the queries."""
+    bits = None
+    if const_expr(config.dropout):
+        row, column = fragments.by_rows(tScS)[0, 0]
+        head = dropout.head_of(draw, block.batch, block.head)
+        bits = dropout.of_rows(draw, head, block.m0 + row, n0 + column, const_expr(columns // 4))
+    return bits
+
+
+@cute.jit
+def drop(dP: cute.Tensor, bits: cute.Tensor | None, draw: Draw | None, config: Constexpr):
+    """dP = 0 where P was dropped, and lifted elsewhere; NaN stays NaN. dP: (ROWS, columns)."""
+    if const_expr(bits is not None):
+        columns = const_expr(cute.size(dP, mode=[1]))
+        for r in range_constexpr(fragments.ROWS):
+            for c in range_constexpr(columns):
+                dP[r, c] *= dropout.in_rows(bits, r, c, columns, dropout.lift_of(draw, config))
+
+
+@cute.jit
+def differentiate(dS: cute.Tensor, P: cute.Tensor, dP: cute.Tensor, minus_delta: cute.Tensor):
+    """dS = P (dP - delta) (Eq. 25), where rows are queries. (ROWS, columns) each, and dS is one of the others; minus_delta: (ROWS,)."""
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(P, mode=[1])):
+            dS[r, c] = P[r, c] * (dP[r, c] + minus_delta[r])
 
 
 @cute.jit

@@ -23,7 +23,6 @@ from tilewise.sm90.dsl import (
 THREADS = 128  # of a warpgroup
 WARP = 32
 KEYS = 64  # of a warpgroup, where keys are split
-FAR = 1 << 30  # beyond every row
 
 
 class Barrier(IntEnum):
@@ -50,7 +49,7 @@ class Smem(NamedTuple):
     first: cute.Tensor  # (dq_consumers,) int32: whether this block is the first to add to a tile of dQ
     lse: cute.Tensor  # (tile_m, stages) fp32
     minus_delta: cute.Tensor  # (tile_m, stages) fp32
-    visits: cute.Tensor | None  # (seen.FIELDS, stages) int32
+    visits: cute.Tensor | None  # (queries.FIELDS, stages) int32
 
 
 class Layouts(NamedTuple):
@@ -172,6 +171,19 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, shape: Constexpr[tuple]) -> cute.Tensor:
+    """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
+    rounded = left_operand(tiled_mma, shape)
+    fragments.round_into(rounded, acc)
+    return rounded
+
+
+def left_operand(tiled_mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tensor:
+    mma = tiled_mma.get_slice(0)
+    return mma.make_fragment_A(mma.partition_shape_A(shape))
+
+
+@cute.jit
 def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
     """The numbers of this thread's columns, (tile_m / 4,)."""
     found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
@@ -199,31 +211,6 @@ def subtract_delta(acc_dP: cute.Tensor, minus_delta: cute.Tensor, config: Conste
                 rows[r, c] = rows[r, c] * least + reduced
     else:
         add_to_rows(acc_dP, minus_delta)
-
-
-@cute.jit
-def seen(tile, r: Constexpr[int], column: Int32, m0: Int32, config: Constexpr[Config]):
-    """Whether the query of a column sees the key of row r."""
-    if const_expr(config.sees == "all"):
-        return tile.end[r] > 0
-    if const_expr(config.sees == "causal"):
-        return column >= tile.begin[r] - m0
-    return column >= tile.begin[r] - m0 and column < tile.end[r] - m0
-
-
-@cute.jit
-def hide(
-    tile, acc_P: cute.Tensor, m0: Int32, config: Constexpr[Config], hidden: Constexpr[float] = 0.0,
-    first: Constexpr[int] = 0, last: Constexpr[int] = 0,
-):  # fmt: skip
-    """P = 0 for the pairs that are hidden, or whose key does not exist; then dS = 0 too, unless dP is NaN (repair/).
-
-    `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
-    """
-    P, at = fragments.by_rows(acc_P), fragments.by_rows(tile.tScS)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(first, last or cute.size(P, mode=[1])):
-            P[r, c] = P[r, c] if seen(tile, r, at[r, c][1], m0, config) else Float32(hidden)
 
 
 @cute.jit

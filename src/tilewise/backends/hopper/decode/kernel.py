@@ -344,7 +344,7 @@ def step(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: Int32, c
     tma.release(pipes.k, state)
     change(acc_S, tile, shared, n0, config)
     if n0 < tile.free[0] or n0 + config.tile_n > tile.free[1]:
-        hide(acc_S, tile, shared, n0, config)
+        rows.hide(acc_S, n0, tile.b, tile.sequence, tile.unit, shared.shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
     fragments.round_into(tile.P, acc_S)
     fragments.scale_rows(tile.acc_O, rescale)
@@ -362,7 +362,7 @@ def first_scores(tile: Tile, shared: Shared, state: pipeline.PipelineState, n0: 
     tma.release(shared.pipes.k, state)
     change(acc_S, tile, shared, n0, config)
     if n0 < tile.free[0] or n0 + config.tile_n > tile.free[1]:
-        hide(acc_S, tile, shared, n0, config)
+        rows.hide(acc_S, n0, tile.b, tile.sequence, tile.unit, shared.shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
     if const_expr(config.onto):  # otherwise O is 0
         fragments.scale_rows(tile.acc_O, rescale)
@@ -397,7 +397,7 @@ def overlapped_step(
     tma.release(pipes.k, state)
     change(acc_S, tile, shared, n0, config)
     if const_expr(masked):
-        hide(acc_S, tile, shared, n0, config)
+        rows.hide(acc_S, n0, tile.b, tile.sequence, tile.unit, shared.shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, shared.changes, False, config)
     warpgroup.wait_group(0)
     tma.release(pipes.v, before)
@@ -431,15 +431,6 @@ def change(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Co
     if const_expr(config.modified):
         keys = rows.keys_of(tile.sequence, tile.unit, shared.shape, config)
         rows.modify(acc_S, n0, keys, tile.slopes, shared.changes, config)
-
-
-@cute.jit
-def hide(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Constexpr[Config]):
-    """-inf for what rows do not see."""
-    keys = rows.keys_of(tile.sequence, tile.unit, shared.shape, config)  # anew: few tiles need them, and registers are scarce
-    rows.hide(acc_S, keys, n0)
-    if const_expr(config.tree):
-        rows.hide_in_tree(acc_S, keys, n0, tile.b, tile.sequence.length, shared.shape.lengths.tree)
 
 
 @cute.jit

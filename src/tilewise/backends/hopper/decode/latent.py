@@ -261,10 +261,7 @@ def multiply(mma: cute.TiledMma, acc_S: cute.Tensor, a: cute.Tensor, b: cute.Ten
 @cute.jit
 def hide(acc_S: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexpr[Config]):
     sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
-    keys = rows.keys_of(sequence, unit, shape, config)
-    rows.hide(acc_S, keys, n0)
-    if const_expr(config.tree):
-        rows.hide_in_tree(acc_S, keys, n0, tile.b, sequence.length, shape.lengths.tree)
+    rows.hide(acc_S, n0, tile.b, sequence, unit, shape, config)
 
 
 @cute.jit

@@ -8,6 +8,7 @@ from tilewise.backends.hopper.decode.operands import Tensors
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
+from tilewise.backends.hopper.visible.hiding import keep
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 from tilewise.sm90.pointers import known
@@ -125,15 +126,14 @@ def modify(acc_S: cute.Tensor, n0: Int32, keys: Keys, slopes: cute.Tensor | None
 
 
 @cute.jit
-def hide(acc_S: cute.Tensor, keys: Keys, n0: Int32):
-    """-inf for the keys that a row does not see."""
-    S = fragments.by_rows(acc_S)
+def hide(acc_S: cute.Tensor, n0: Int32, b: Int32, sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Config]):
+    """-inf for the keys that a row does not see. What it sees is worked out anew: few tiles need it, and registers are scarce."""
+    keys, S = keys_of(sequence, unit, shape, config), fragments.by_rows(acc_S)
     first = n0 + arch.lane_idx() % QUAD * 2
     for r in range_constexpr(fragments.ROWS):
-        begin, end = keys.begin[r] - first, keys.end[r] - first
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            at = const_expr(fragments.column(c))
-            S[r, c] = S[r, c] if at >= begin and at < end else -Float32.inf
+        keep(S, r, keys.begin[r] - first, keys.end[r] - first, -Float32.inf)
+    if const_expr(config.tree):
+        hide_in_tree(acc_S, keys, n0, b, sequence.length, shape.lengths.tree)
 
 
 @cute.jit

@@ -19,14 +19,14 @@ from tilewise.backends.hopper.eight_bits.config import GROUP, Config
 from tilewise.backends.hopper.eight_bits.operands import Scales, Tensors
 from tilewise.backends.hopper.forward import epilogue, hidden, scheduler, scores
 from tilewise.backends.hopper.forward import kernel as forward
-from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes, Smem
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
-from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Work
+from tilewise.backends.hopper.visible import keys as visible
+from tilewise.backends.hopper.visible.keys import Seen, Walk
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Constexpr,

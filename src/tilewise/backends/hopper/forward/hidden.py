@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.forward import scheduler, scores
-from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.scheduler import AHEAD, Block, Queue
-from tilewise.backends.hopper.forward.seen import Run
 from tilewise.backends.hopper.operands import Band, Draw, Tensors
+from tilewise.backends.hopper.visible import keys as visible
+from tilewise.backends.hopper.visible.keys import Run
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     BFloat16,
@@ -343,7 +343,7 @@ def sees(row: Int32, key: Int32, end: Int32, run: Run | None, unit: Unit, config
         if run.ref >= 0:
             seen = seen and visible.shows(unit.band, run, row - unit.block.m0, place, config)
         else:
-            begin, stop = visible.interval(at, visible.band_of(run.ref, unit.band))
+            begin, stop = visible.interval(at, visible.band_of(run.ref, unit.band.tables.bands))
             seen = seen and key >= begin and key < stop
     else:
         begin, stop = visible.keys_of(at, unit.band, config)

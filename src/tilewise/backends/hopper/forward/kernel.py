@@ -1,7 +1,7 @@
 """The forward pass on Hopper: the ladder's K6 for every shape. Read ladder/k6_pingpong.py first; this file says what is added.
 
 - queries, keys, heads and batch of their own; a query head reads the key head of its group, where it lies;
-- any mask (seen.py): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
+- any mask (visible/): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
   packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
 - softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py); dropout behind it (../dropout.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler, scores
-from tilewise.backends.hopper.forward import seen as visible
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
 from tilewise.backends.hopper.forward.scores import Statistics, Terms
-from tilewise.backends.hopper.forward.seen import Seen, Walk
 from tilewise.backends.hopper.operands import Band, Scores, Tensors, Work
+from tilewise.backends.hopper.visible import keys as visible
+from tilewise.backends.hopper.visible.keys import Seen, Walk
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Boolean,

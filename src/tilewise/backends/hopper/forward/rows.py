@@ -33,7 +33,7 @@ class ColumnsConfig:
 
 
 class Rows(NamedTuple):
-    """As seen.py has them."""
+    """As visible/keys.py has them."""
 
     order: Annotated[Tensor, Ints("clusters")]  # tiles of queries, or a cluster's, those that visit the most tiles of keys last
     ends: Annotated[Tensor, Ints("2 seqlen_q")]  # each row's keys

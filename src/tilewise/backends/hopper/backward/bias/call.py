@@ -29,7 +29,7 @@ class Config(ScoreChanges):
     """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
 
     dtype: torch.dtype
-    sees: Literal["band", "rows", "runs"]  # as in seen.py, but any single band
+    sees: Literal["band", "rows", "runs"]  # as in visible/, but any single band
     bias_pairs: bool
     rows: bool  # the bias has a row for each query
     whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up

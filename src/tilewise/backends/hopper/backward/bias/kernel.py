@@ -11,14 +11,14 @@ Predicted bottleneck: tensor cores, or what two warpgroups leave idle of them.
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward.bias.call import COLUMNS, Config
-from tilewise.backends.hopper.backward.scores import Head, weight_of
-from tilewise.backends.hopper.backward.seen import UNMASKED, keys_of, visit_of
+from tilewise.backends.hopper.backward.scores import Head, differentiate, drop, kept_of_rows, weight_of
 from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scheduler import Block
-from tilewise.backends.hopper.forward.seen import band_of, interval
 from tilewise.backends.hopper.operands import Band, BiasTensors, Changes
+from tilewise.backends.hopper.visible.bands import band_of, interval, tiles_seen, transposed
+from tilewise.backends.hopper.visible.hiding import bit_in, hide
+from tilewise.backends.hopper.visible.queries import UNMASKED, keys_of, visit_of
 from tilewise.backends.tables.runs import NOTHING
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
@@ -41,7 +41,6 @@ from tilewise.sm90.dsl import (
 
 THREADS = 128  # of a warpgroup
 WARP = 32
-WORD = 32  # queries in a word of a bitmap
 ALL = 1  # the named barrier of all consumers
 NONE = -1 - NOTHING
 
@@ -84,7 +83,7 @@ class Place(NamedTuple):
 
 class Item(NamedTuple):
     block: Block
-    ref: Int32  # for "runs": how it is masked, as in seen.Visit; NONE where no query sees a key
+    ref: Int32  # for "runs": how it is masked, as in queries.Visit; NONE where no query sees a key
 
 
 class Rows(NamedTuple):
@@ -197,14 +196,7 @@ def visiting(n_block: Int32, band: Band, config: Constexpr[Config]):
     if const_expr(config.sees == "rows"):
         first, last = band.tables.walks[n_block, 0], band.tables.walks[n_block, 1]
         return first, max(first, last)
-    n0 = n_block * config.tile_n
-    left, right = max(n0, band.k0), min(n0 + config.tile_n, band.k1) - 1  # the keys that anybody sees
-    begin, end = max(band.q0, left - band.hi), min(band.q1, right - band.lo + 1)
-    first = max(begin, 0) // config.tile_m
-    last = max(cute.ceil_div(max(end, 0), config.tile_m), first)
-    if left > right or begin >= end:
-        last = first
-    return first, last
+    return tiles_seen(n_block * config.tile_n, config.tile_n, config.tile_m, transposed(band))
 
 
 @cute.jit
@@ -333,45 +325,24 @@ def add_item(
             warpgroup.wait_group(config.behind)
             tma.release(pipe, done)
             done.advance()
-    bits = kept_of(tScS, changes, its.block, total.n0, config)
+    bits = kept_of_rows(tScS, changes.draw, its.block, total.n0, config.tile_n, config)
     weigh(acc_S, tScS, own_bias, changes, its.block, total.n0, tensors.K.shape[1], rows.lse, config)
     dB, P, dP = (fragments.by_rows(x) for x in (acc_dB, acc_S, acc_dP))
     # A branch ahead of the wait keeps ptxas from computing P behind it. By vote: a thread's own would put the ring's stage into vector registers.
     if arch.vote_all_sync(sees_all(its, rows, tensors.K.shape[1] - total.n0, config)):
         done = finish_products(pipe, done, config)
-        drop(dP, bits, changes, config)
+        drop(dP, bits, changes.draw, config)
         for r in range_constexpr(fragments.ROWS):
             for c in range_constexpr(cute.size(P, mode=[1])):
                 dB[r, c] += P[r, c] * (dP[r, c] + rows.minus_delta[r])
     else:
         done = finish_products(pipe, done, config)
-        drop(dP, bits, changes, config)
-        differentiate(P, dP, rows.minus_delta)
-        hide(acc_S, tScS, its, total.n0, rows, band, config)
+        drop(dP, bits, changes.draw, config)
+        differentiate(P, P, dP, rows.minus_delta)
+        hide_pairs(acc_S, tScS, its, total.n0, rows, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
             acc_dB[n] += acc_S[n]
     return state
-
-
-@cute.jit
-def kept_of(tScS: cute.Tensor, changes: Changes, block: Block, n0: Int32, config: Constexpr[Config]) -> cute.Tensor | None:
-    """Which of a thread's pairs dropout keeps: as `dropout.of_rows`."""
-    bits = None
-    if const_expr(config.dropout):
-        row, column = fragments.by_rows(tScS)[0, 0]
-        head = dropout.head_of(changes.draw, block.batch, block.head)
-        bits = dropout.of_rows(changes.draw, head, block.m0 + row, n0 + column, const_expr(config.tile_n // 4))
-    return bits
-
-
-@cute.jit
-def drop(dP: cute.Tensor, bits: cute.Tensor | None, changes: Changes, config: Constexpr[Config]):
-    """dP = 0 where P was dropped, and lifted elsewhere; NaN stays NaN. dP: (ROWS, columns)."""
-    if const_expr(bits is not None):
-        columns = const_expr(cute.size(dP, mode=[1]))
-        for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(columns):
-                dP[r, c] *= dropout.in_rows(bits, r, c, columns, dropout.lift_of(changes.draw, config))
 
 
 @cute.jit
@@ -466,31 +437,19 @@ def sees_all(its: Item, rows: Rows, keys: Int32, config: Constexpr[Config]) -> B
 
 
 @cute.jit
-def differentiate(P: cute.Tensor, dP: cute.Tensor, minus_delta: cute.Tensor):
-    """P becomes dS = P (dP - delta) (Eq. 25)."""
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
-            P[r, c] *= dP[r, c] + minus_delta[r]
-
-
-@cute.jit
-def hide(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, rows: Rows, band: Band, config: Constexpr[Config]):
+def hide_pairs(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, rows: Rows, band: Band, config: Constexpr[Config]):
     """dS = 0 for the pairs that are hidden or do not exist."""
     dS, at, m0 = fragments.by_rows(acc_dS), fragments.by_rows(tScS), its.block.m0
     if const_expr(config.sees != "runs"):
-        for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(cute.size(dS, mode=[1])):
-                column = at[r, c][1]
-                dS[r, c] = dS[r, c] if column >= rows.begin[r] and column < rows.end[r] else Float32(0.0)
+        hide(rows, acc_dS, tScS, Int32(0))
     else:
         if its.ref >= 0:
             for r in range_constexpr(fragments.ROWS):
                 row = at[r, 0][0]
                 for c in range_constexpr(cute.size(dS, mode=[1])):
-                    word = band.tables.bitmaps[its.ref, at[r, c][1], row // WORD]
-                    dS[r, c] = dS[r, c] if (word >> (row % WORD)) & 1 != 0 else Float32(0.0)
+                    dS[r, c] = dS[r, c] if bit_in(band.tables.bitmaps, its.ref, at[r, c][1], row) else Float32(0.0)
         elif its.ref != UNMASKED:
-            edges = band_of(its.ref, band)
+            edges = band_of(its.ref, band.tables.bands)
             for c in range_constexpr(cute.size(dS, mode=[1])):
                 begin, end = interval(n0 + at[0, c][1], edges)
                 for r in range_constexpr(fragments.ROWS):

@@ -20,10 +20,10 @@ from tilewise.backends.hopper.backward.repair.entries import (
 )
 from tilewise.backends.hopper.backward.repair.holes import any_hole, bit, keep, nan_bits
 from tilewise.backends.hopper.backward.repair.pieces import all_small
-from tilewise.backends.hopper.backward.seen import keys_of, queries_of, sees_any, shows
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.operands import Band
 from tilewise.backends.hopper.stand_ins import dsl
+from tilewise.backends.hopper.visible.queries import keys_of, queries_of, sees_any, shows
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 TILE = 128  # rows of the largest tile of the earlier kernels

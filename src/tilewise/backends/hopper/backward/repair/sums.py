@@ -42,10 +42,10 @@ from tilewise.backends.hopper.backward.repair.entries import (
     ranges_of,
 )
 from tilewise.backends.hopper.backward.repair.holes import bit, is_lost, is_settled, join, write
-from tilewise.backends.hopper.backward.seen import shows_in, visit_of
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.operands import Band, RepairScalars
 from tilewise.backends.hopper.stand_ins import dsl
+from tilewise.backends.hopper.visible.queries import shows_in, visit_of
 from tilewise.sm90.dsl import BFloat16, Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 OFTEN = 4  # groups of others from one check by `is_lost` to the next; the first check follows the first group

@@ -1,18 +1,10 @@
-"""Which keys a row sees, and which tiles of keys a block of rows visits.
-
-config.sees says what is known of the keys of each row when the kernel is compiled:
-
-    all       every key
-    causal    those before an end; band masks
-    interval  those from a beginning to an end; band masks
-    rows      likewise, but each row's beginning and end are read from memory: packed documents (documents.py)
-    runs      anything: the tiles to visit and what is seen of each come from tables (tables.py)
-"""
+"""Of the forward pass: which keys a row sees, and which tiles of keys a block of rows visits."""
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.forward.scheduler import Block
 from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.visible.bands import all_of, band_of, interval, some_of
+from tilewise.backends.hopper.visible.hiding import WORD, bit_in
 from tilewise.backends.tables.runs import WORDS
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
@@ -51,7 +43,8 @@ class Seen(NamedTuple):
 
 
 @cute.jit
-def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config) -> Walk:
+def walk_of(block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr) -> Walk:
+    """block: of queries, from m0 on, of a head and a batch entry."""
     m0 = block.m0
     if const_expr(config.sees == "runs"):
         span = band.tables.spans[band.tables.planes[block.batch, block.head], m0 // config.tile_m, None]
@@ -87,8 +80,7 @@ def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k:
     tile_n = config.tile_n
     first, last = Int32(0), cute.ceil_div(seqlen_k, tile_n)
     if const_expr(config.sees != "all"):
-        top, bottom = max(m0, band.q0), min(m0 + rows, band.q1) - 1
-        begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
+        top, bottom, begin, end = some_of(m0, rows, band)
         if top > bottom:
             end = begin
         if const_expr(config.sees == "interval"):
@@ -104,8 +96,7 @@ def seen_by_all(m0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config)
     """Tiles of keys [first, last) of which every row of the tile from m0 on that exists sees everything; none where last <= first."""
     if const_expr(config.sees == "all"):
         return Int32(0), seqlen_k // config.tile_n
-    top, bottom = max(m0, band.q0), min(m0 + config.tile_m, band.q1) - 1
-    begin, end = max(band.k0, bottom + band.lo), min(band.k1, top + band.hi + 1)
+    begin, end = all_of(m0, config.tile_m, band)
     if m0 < band.q0 or min(m0 + config.tile_m, seqlen_q) > band.q1:
         end = begin
     if const_expr(config.sees == "causal"):
@@ -117,13 +108,6 @@ def seen_by_all(m0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config)
 def run_of(index: Int32, band: Band) -> Run:
     run = band.tables.runs[index, None]
     return Run(run[0], run[1], run[2])
-
-
-@cute.jit
-def band_of(ref: Int32, band: Band) -> Band:
-    """The band of a run with ref < 0."""
-    edges = band.tables.bands[-1 - ref, None]
-    return Band(edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], None)
 
 
 @cute.jit
@@ -152,7 +136,7 @@ def bits_of(band: Band, ref: Int32, tScS: cute.Tensor, m0: Int32, n0: Int32, con
             bits[r] = gathered([words[w] >> at[r, 0][1] for w in range(WORDS)])
     else:
         for r in range_constexpr(fragments.ROWS):
-            begin, end = interval(m0 + at[r, 0][0], band_of(ref, band))
+            begin, end = interval(m0 + at[r, 0][0], band_of(ref, band.tables.bands))
             first = n0 + at[r, 0][1]
             bits[r] = places_of(begin - first, end - first)
     return Seen(None, None, bits)
@@ -175,15 +159,6 @@ def mask_of(first: Int32, count: Int32) -> Int32:
 
 
 @cute.jit
-def interval(row: Int32, band: Band):
-    """The keys [begin, end) that a row sees."""
-    begin, end = max(band.k0, row + band.lo), min(band.k1, row + band.hi + 1)
-    if row < band.q0 or row >= band.q1:
-        end = begin
-    return begin, end
-
-
-@cute.jit
 def keys_of(row: Int32, band: Band, config):
     """The keys [begin, end) that a row sees, where they are an interval."""
     if const_expr(config.sees == "all"):
@@ -198,8 +173,8 @@ def shows(band: Band, run: Run, row: Int32, key: Int32, config) -> Boolean:
     """Whether the run's bitmap, if it has one, shows `key` to a row of its tile."""
     seen = Boolean(True)
     if run.ref >= 0:
-        at = min(key - run.first * config.tile_n, 32 * WORDS - 1)
-        seen = (band.tables.bitmaps[run.ref, row, at // 32] >> at % 32) & 1 != 0
+        at = min(key - run.first * config.tile_n, WORD * WORDS - 1)
+        seen = bit_in(band.tables.bitmaps, run.ref, row, at)
     return seen
 
 

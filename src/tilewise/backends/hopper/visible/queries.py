@@ -1,29 +1,19 @@
-"""What the backward pass on Hopper sees beyond one band: of keys and queries, by what tables.py puts into memory.
-
-config.sees says what is known when the kernel is compiled:
-
-    all       every query sees every key
-    causal    a key is seen by the queries from a beginning on; band masks
-    interval  by those from a beginning to an end; band masks
-    rows      likewise, but each key's beginning and end are read from memory: packed documents
-    runs      anything: the tiles that a block of keys visits, and what is seen of each, come from tables
+"""Of the backward pass: which keys a query sees and which queries see a key, and the tiles that blocks of either visit: tables.py.
 
 For "runs" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
 """
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.order import Block, Walk
-from tilewise.backends.hopper.backward.tiles import FAR, KEYS, WARP
-from tilewise.backends.hopper.forward.seen import interval
 from tilewise.backends.hopper.operands import Band, KeyTables
+from tilewise.backends.hopper.visible.bands import band_of, interval, transposed
+from tilewise.backends.hopper.visible.hiding import WORD, bit_in, hide, keep
 from tilewise.backends.tables.runs import EVERYTHING
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
 
-WORD = 32  # queries in a word of a bitmap
 FIELDS = 4  # of a visit
+FAR = 1 << 30  # beyond every row
 UNMASKED = -1 - EVERYTHING
 
 
@@ -36,8 +26,22 @@ class Visit(NamedTuple):
     unused: Int32  # it is copied in 16 bytes
 
 
+class Walk(NamedTuple):
+    """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
+
+    For "runs" these are the visits of one query head (walk_of_head).
+    """
+
+    start: Int32
+    step: Int32  # 1 ascending, -1 descending
+    first: Int32
+    last: Int32
+    free_first: Int32
+    free_last: Int32
+
+
 @cute.jit
-def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
+def keys_of(row: Int32, band: Band, config: Constexpr):
     """[begin, end) of the keys that a query sees, which may lie beyond the last one; for "runs" those that it may see."""
     if const_expr(config.sees == "rows"):
         return interval_in(band.tables.keys, row)
@@ -45,31 +49,23 @@ def keys_of(row: Int32, band: Band, config: Constexpr[Config]):
 
 
 @cute.jit
-def queries_of(key: Int32, band: Band, config: Constexpr[Config]):
+def queries_of(key: Int32, band: Band, config: Constexpr):
     """[begin, end) of the queries that see a key, which may lie beyond the last one; for "runs" those that may see it."""
     if const_expr(config.sees == "rows"):
         return interval_in(band.tables.queries, key)
-    begin, end = max(band.q0, key - band.hi), min(band.q1, key - band.lo + 1)
-    if key < band.k0 or key >= band.k1:
-        end = begin
-    return begin, end
+    return interval(key, transposed(band))
 
 
 @cute.jit
-def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
-    """A block's walk without the tiles at its ends that see none of a warpgroup's keys, from this one on; one warp works it out."""
-    begin, end = Int32(FAR), Int32(0)
-    for i in range_constexpr(KEYS // WARP):
-        of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
-        if of_key[0] < of_key[1]:
-            begin, end = min(begin, of_key[0]), max(end, of_key[1])
-    begin, end = (arch.make_warp_uniform(x) for x in (-arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")))
-    first = min(max(max(begin, 0) // config.tile_m, walk.first), walk.last)
-    last = max(min(cute.ceil_div(end, config.tile_m), walk.last), first)
-    start = first
-    if walk.step < 0:
-        start = last - 1
-    return Walk(start, walk.step, first, last, walk.free_first, walk.free_last)
+def queries_of_rows(tScS: cute.Tensor, n0: Int32, band: Band, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
+    """The beginning and the end of the queries that see a thread's keys, (ROWS,) int32 each; (FAR, 0) for none. tScS: (key, query) of each number."""
+    at = fragments.by_rows(tScS)
+    begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
+    for r in range_constexpr(fragments.ROWS):
+        begin[r], end[r] = queries_of(n0 + at[r, 0][0], band, config)
+        if begin[r] >= end[r]:
+            begin[r], end[r] = Int32(FAR), Int32(0)
+    return begin, end
 
 
 @cute.jit
@@ -83,7 +79,7 @@ def interval_in(ends: cute.Tensor, at: Int32):
 
 
 @cute.jit
-def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr) -> Boolean:
     """Whether a query sees any key."""
     if const_expr(config.sees == "runs"):
         return band.tables.seeing[band.tables.planes[batch, head], row] != 0
@@ -92,7 +88,7 @@ def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexp
 
 
 @cute.jit
-def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Constexpr[Config]) -> Walk:
+def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) -> Walk:
     """A block's walk for one query head: for "runs" every head has its own."""
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
@@ -103,20 +99,20 @@ def walk_of_head(walk: Walk, block: Block, head: Int32, band: Band, config: Cons
     return walk
 
 
-def walks_of(block: Block, group: Int32, config: Config) -> tuple[Int32, Int32]:
+def walks_of(block, group: Int32, config) -> tuple[Int32, Int32]:
     """[begin, end): for each of these a block of keys has a walk, beginning with this head of the group."""
     if config.heads_apart:
         return block.member, block.member + 1
     return 0, group if config.sees == "runs" else 1
 
 
-def abreast(group: Int32, config: Config) -> Int32:
+def abreast(group: Int32, config) -> Int32:
     """Heads that visit every tile of a walk together."""
     return 1 if config.heads_apart or config.sees == "runs" else group
 
 
 @cute.jit
-def next_in(place: Int32, walk: Walk, config: Constexpr[Config]) -> Int32:
+def next_in(place: Int32, walk: Walk, config: Constexpr) -> Int32:
     """The place after this one."""
     if const_expr(config.sees == "runs"):
         return place - 1
@@ -124,7 +120,7 @@ def next_in(place: Int32, walk: Walk, config: Constexpr[Config]) -> Int32:
 
 
 @cute.jit
-def tile_at(place: Int32, band: Band, config: Constexpr[Config]) -> Int32:
+def tile_at(place: Int32, band: Band, config: Constexpr) -> Int32:
     """The tile of queries at a place of a walk."""
     if const_expr(config.sees == "runs"):
         return band.tables.visits[place, 0]
@@ -140,11 +136,22 @@ def visit_in(sVisits: cute.Tensor, stage: Int32) -> Visit:
 
 
 @cute.jit
+def hide_in(
+    tile, acc: cute.Tensor, n0: Int32, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr
+):  # fmt: skip
+    """What a tile of queries hides of S^T of the keys from n0 on. `hidden`: as in `hide`."""
+    if const_expr(config.sees == "runs"):
+        hide_unseen(acc, visit_in(tile.visits, stage), n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
+    elif masked:
+        hide(tile, acc, tile.tScS, m_block * config.tile_m, config.sees, hidden)
+
+
+@cute.jit
 def hide_unseen(
     acc: cute.Tensor, visit: Visit, row0: Int32, bitmaps: cute.Tensor, bands: cute.Tensor, hidden: Constexpr[float] = 0.0
 ):  # fmt: skip
     """0 for the pairs of a masked tile that are hidden; its rows from row0 on. bitmaps, bands: those that the visit refers to. `hidden`: as in
-    `tiles.hide`.
+    `hide`.
     """
     if visit.ref != UNMASKED:
         P = fragments.by_rows(acc)
@@ -155,21 +162,11 @@ def hide_unseen(
                 for w in range_constexpr(columns // WORD):
                     hide_by_word(P, r, w, bitmaps[visit.ref, row + 8 * r, w] >> column0, hidden)
         else:
-            edges = edges_of(visit.ref, bands)
+            edges = band_of(visit.ref, bands)
             first = visit.tile * columns + column0
             for r in range_constexpr(fragments.ROWS):
                 begin, end = interval(row0 + row + 8 * r, edges)
-                begin, end = begin - first, end - first
-                for c in range_constexpr(cute.size(P, mode=[1])):
-                    column = fragments.column(c)
-                    P[r, c] = P[r, c] if column >= begin and column < end else Float32(hidden)
-
-
-@cute.jit
-def edges_of(ref: Int32, bands: cute.Tensor) -> Band:
-    """The band of a visit with ref < 0."""
-    edges = bands[-1 - ref, None]
-    return Band(edges[0], edges[1], edges[2], edges[3], edges[4], edges[5], None)
+                keep(P, r, begin - first, end - first, hidden)
 
 
 @cute.jit
@@ -203,7 +200,7 @@ def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: KeyTables) ->
 
 
 @cute.jit
-def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr[Config]) -> Boolean:
+def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr) -> Boolean:
     """Whether a query sees a key, for "runs"."""
     tables = band.tables
     found, (visited, there) = Boolean(False), visit_of(query // config.tile_m, key // config.tile_n, tables.planes[batch, head], tables)
@@ -213,13 +210,13 @@ def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, confi
 
 
 @cute.jit
-def shows_in(ref: Int32, query: Int32, key: Int32, tables: KeyTables, config: Constexpr[Config]) -> Boolean:
+def shows_in(ref: Int32, query: Int32, key: Int32, tables: KeyTables, config: Constexpr) -> Boolean:
     """Likewise, of a visit that refers to `ref`."""
     found = Boolean(False)
     if ref >= 0:
         at = query % config.tile_m
-        found = (tables.bitmaps[ref, key % config.tile_n, at // WORD] >> at % WORD) & 1 != 0
+        found = bit_in(tables.bitmaps, ref, key % config.tile_n, at)
     else:
-        first, last = interval(key, edges_of(ref, tables.bands))
+        first, last = interval(key, band_of(ref, tables.bands))
         found = query >= first and query < last
     return found

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(bool(why_no_compiler()), reason="; ".join(why_no
 
 @pytest.mark.parametrize("first", [0, 2, 4, 6])
 def test_a_threads_numbers_of_a_bitmaps_row(first):
-    from tilewise.backends.hopper.forward.seen import gathered
+    from tilewise.backends.hopper.visible.keys import gathered
     from tilewise.sm90 import fragments
 
     draw = random.Random(first)
