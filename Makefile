@@ -16,7 +16,7 @@ check: $(VENV)/installed
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 
 types: $(VENV)/installed
-	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[lint]'
+	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt basedpyright
 	$(RUN) -m basedpyright
 
 test-slow: $(VENV)/installed
