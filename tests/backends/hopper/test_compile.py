@@ -186,7 +186,7 @@ def test_shipped_configuration(shipped, inspect):
 
 @pytest.mark.parametrize(("dims", "sees", "changes"), CHANGED + slow([case for case in CHANGED_TOO if case not in CHANGED]))
 def test_changed_scores(dims, sees, changes, inspect):
-    """With what scores.py does between the product and the softmax."""
+    """With what scores/logits.py does between the product and the softmax."""
     check_shipped(changed_forward(dims, sees, changes), inspect)
 
 
@@ -300,7 +300,7 @@ def check_shipped(kernel: Kernel, inspect):
 
 def test_the_series_of_tanh():
     """In fp32, as the kernel evaluates it, against fp64."""
-    from tilewise.backends.hopper.forward.scores import SMALL, TANH
+    from tilewise.backends.hopper.scores.logits import SMALL, TANH
 
     y = torch.linspace(1e-6, SMALL, 100_000)
     z = y * y
@@ -352,7 +352,7 @@ def test_backward_of_smaller_heads(dims, sees, least, inspect):
 
 @pytest.mark.parametrize(("dims", "sees", "changes"), BACKWARD_CHANGED + slow(BACKWARD_CHANGED_TOO))
 def test_backward_of_changed_scores(dims, sees, changes, inspect):
-    """With what backward/scores.py does between the products."""
+    """With what scores/again.py does between the products."""
     check_changed(many_keys(dims, sees, changes), inspect)
 
 

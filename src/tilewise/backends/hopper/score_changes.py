@@ -21,7 +21,7 @@ class ScoreChanges:
 
     @property
     def natural(self) -> bool:
-        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (forward/scores.py)."""
+        """Whether P is taken from logits in natural units; otherwise from scores that still lack a factor (scores/logits.py)."""
         return self.alibi or self.bias is not None
 
     @property

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import epilogue
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.epilogue import Stores
 from tilewise.backends.hopper.backward.order import Block
@@ -25,13 +24,13 @@ from tilewise.backends.hopper.backward.tiles import (
     Pipes,
     Smem,
     add_vectors,
-    per_query,
     place_of_sum,
-    probabilities,
-    subtract_delta,
     transposed,
 )
-from tilewise.backends.hopper.operands import Band, Draw
+from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.scores import again as changed
+from tilewise.backends.hopper.scores.again import per_query, probabilities
+from tilewise.backends.hopper.scores.derivative import differentiate_by, subtract_delta
 from tilewise.backends.hopper.visible.queries import Walk, hide_in, queries_of_rows, visit_in, walk_of_head
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
@@ -246,7 +245,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
             subtract_delta(tile.acc_S, statistics, config)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         factor = received(tile, state.index, config)
-        differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
+        differentiate_by(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
     arch.fence_proxy("async.shared", space="cta")
@@ -260,18 +259,6 @@ def received(tile: Tile, stage: Int32, config: Constexpr[Config]) -> cute.Tensor
     words = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
     cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(words))
     return cute.recast_tensor(words, Float16) if const_expr(config.own_factor) else words
-
-
-@cute.jit
-def differentiate(acc_dP: cute.Tensor, factor: cute.Tensor, minus_delta: cute.Tensor, draw: Draw | None, config: Constexpr[Config]):
-    """dP, which is `subtract_delta`'s already unless there is dropout, becomes dS, but for Draw.rest. factor: as `weights` has left it."""
-    for i in range_constexpr(cute.size(acc_dP)):
-        p = factor[i].to(Float32)
-        if const_expr(config.dropout):
-            p, kept = dropout.from_sign(p, dropout.lift_of(draw, config))
-            acc_dP[i] = acc_dP[i] * kept + minus_delta[dropout.row_and_column(i)[1]]
-            p *= 1.0 / config.enlarged
-        acc_dP[i] *= p
 
 
 @cute.jit
@@ -382,7 +369,7 @@ def step_apart(
         factor = received(tile, stage, config)
         if const_expr(not config.dropout):
             subtract_delta(tile.acc_S, statistics, config)
-        differentiate(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
+        differentiate_by(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
         hand_on(tile, rounded, stage, Barrier.DS)
         pipes.q.consumer_wait(state)

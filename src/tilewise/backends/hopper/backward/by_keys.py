@@ -9,10 +9,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import epilogue, parts, shares
 from tilewise.backends.hopper.backward import persistent as units
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import ADDERS, Config
 from tilewise.backends.hopper.backward.epilogue import Stores
 from tilewise.backends.hopper.backward.order import Block, Order
@@ -27,17 +25,15 @@ from tilewise.backends.hopper.backward.tiles import (
     Pipes,
     Smem,
     add_directly,
-    add_to_rows,
     as_left_operand,
-    exponentiate,
     left_operand,
-    per_query,
-    probabilities,
-    subtract,
     thread_of,
     transposed,
 )
-from tilewise.backends.hopper.operands import Band, Draw
+from tilewise.backends.hopper.operands import Band
+from tilewise.backends.hopper.scores import again as changed
+from tilewise.backends.hopper.scores.again import exponentiate, per_query, probabilities, subtract
+from tilewise.backends.hopper.scores.derivative import add_to_rows, differentiate, differentiate_kept, multiply_by_rounded
 from tilewise.backends.hopper.visible.hiding import hide
 from tilewise.backends.hopper.visible.queries import (
     FAR,
@@ -53,7 +49,6 @@ from tilewise.backends.hopper.visible.queries import (
 )
 from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
-    BFloat16,
     Boolean,
     Constexpr,
     Float32,
@@ -463,22 +458,6 @@ def step_lean(
 
 
 @cute.jit
-def multiply_by_rounded(acc: cute.Tensor, rounded: cute.Tensor, config: Constexpr[Config]):
-    """acc *= rounded, taken apart word by word: element by element, the DSL keeps a copy of every other one in a register of its own."""
-    words = cute.recast_tensor(rounded, Int32)
-    for i in range_constexpr(cute.size(words)):
-        if const_expr(rounded.element_type is BFloat16):
-            instructions = "shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xffff0000;"
-        else:
-            instructions = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
-        low, high = arch.inline_ptx(instructions, write_only_types=[Float32, Float32], read_only_args=[words[i]])
-        if const_expr(config.enlarged != 1.0):
-            low, high = low * (1.0 / config.enlarged), high * (1.0 / config.enlarged)
-        acc[2 * i] *= low
-        acc[2 * i + 1] *= high
-
-
-@cute.jit
 def weigh_columns(
     tile: Tile, acc_S: cute.Tensor, P: cute.Tensor, m_block: Int32, masked: Boolean, first: Constexpr[int], last: Constexpr[int],
     config: Constexpr[Config],
@@ -572,23 +551,6 @@ def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
         first = arch.inline_ptx("sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]])
         for c in range_constexpr(cute.size(S, mode=[1])):
             S[r, c] = S[r, c] if first <= fragments.column(c) else hidden
-
-
-@cute.jit
-def differentiate(acc_dP: cute.Tensor, acc_P: cute.Tensor):
-    """dP - delta becomes dS = P (dP - delta) (Eq. 25)."""
-    for i in range_constexpr(cute.size(acc_dP)):
-        acc_dP[i] = acc_P[i] * acc_dP[i]
-
-
-@cute.jit
-def differentiate_kept(
-    acc_dP: cute.Tensor, acc_P: cute.Tensor, minus_delta: cute.Tensor, draw: Draw, bits: cute.Tensor, config: Constexpr[Config]
-):  # fmt: skip
-    """dP becomes dS = P (dropout(dP) - delta), but for Draw.rest. minus_delta: one for each of this thread's columns."""
-    lift = dropout.lift_of(draw, config)
-    for i in range_constexpr(cute.size(acc_dP)):
-        acc_dP[i] = acc_P[i] * (acc_dP[i] * dropout.in_columns(bits, i, lift) + minus_delta[dropout.row_and_column(i)[1]])
 
 
 @cute.jit

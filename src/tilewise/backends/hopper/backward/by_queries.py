@@ -11,12 +11,13 @@ from beginning to end. Nothing is added up in memory, so there is no order to ke
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward import parts
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.parts import Scales, Tensors
 from tilewise.backends.hopper.backward.repair.reports import report_queries
 from tilewise.backends.hopper.backward.tiles import THREADS, WARP, as_left_operand, load_row, swizzled, transposed
 from tilewise.backends.hopper.operands import KEYS, QUERIES, Band
+from tilewise.backends.hopper.scores import again as changed
+from tilewise.backends.hopper.scores.derivative import differentiate_rows, drop
 from tilewise.backends.hopper.visible.bands import all_of, tiles_seen
 from tilewise.backends.hopper.visible.hiding import hide
 from tilewise.backends.hopper.visible.queries import FIELDS, hide_unseen, keys_of, visit_in
@@ -262,12 +263,12 @@ def consume(
                 n0 = first_key(sm.visits, at_k.index, n_block, config)
                 changed.weigh_rows(acc_S, tScS, tensors.changes, head, block.m0, n0, seqlen_k, rows.lse, scale_log2, True, config)
             else:
-                probabilities(acc_S, rows, scale_log2)
+                changed.probabilities_of_rows(acc_S, rows.lse, scale_log2)
             warpgroup.wait_group(0)
             pipes.v.consumer_release(at_v)
             dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_S)
-            changed.drop(dP, bits, tensors.changes.draw, config)
-            changed.differentiate(dP, P, dP, rows.minus_delta)
+            drop(dP, bits, tensors.changes.draw, config)
+            differentiate_rows(dP, P, dP, rows.minus_delta)
             if const_expr(config.sees == "runs"):
                 hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
             elif n_block < walk.free_first or n_block >= walk.free_last:
@@ -279,15 +280,6 @@ def consume(
             at_k.advance()
             at_v.advance()
     write(tensors, mdQ, acc_dQ, cdQ, block, scale, config)
-
-
-@cute.jit
-def probabilities(acc_S: cute.Tensor, rows: Rows, scale_log2: Float32):
-    """S becomes P = exp(S - LSE) (Eq. 24)."""
-    S = fragments.by_rows(acc_S)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - rows.lse[r], fastmath=True)
 
 
 @cute.jit

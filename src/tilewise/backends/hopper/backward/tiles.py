@@ -184,60 +184,6 @@ def left_operand(tiled_mma: cute.TiledMma, shape: tuple[int, int]) -> cute.Tenso
 
 
 @cute.jit
-def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
-    """The numbers of this thread's columns, (tile_m / 4,)."""
-    found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
-    cute.autovec_copy(pairs[None, None, stage], found)
-    return cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
-
-
-@cute.jit
-def add_to_rows(acc: cute.Tensor, numbers: cute.Tensor):
-    """numbers: one for each of this thread's columns."""
-    rows = fragments.by_rows(acc)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(rows, mode=[1])):
-            rows[r, c] += numbers[c]
-
-
-@cute.jit
-def subtract_delta(acc_dP: cute.Tensor, minus_delta: cute.Tensor, config: Constexpr[Config]):
-    """dP becomes dP - delta, reduced as much as the factor by which it is then multiplied is enlarged: one instruction each."""
-    if const_expr(config.enlarged != 1.0):
-        rows, least = fragments.by_rows(acc_dP), 1.0 / config.enlarged
-        for c in range_constexpr(cute.size(rows, mode=[1])):
-            reduced = minus_delta[c] * least
-            for r in range_constexpr(fragments.ROWS):
-                rows[r, c] = rows[r, c] * least + reduced
-    else:
-        add_to_rows(acc_dP, minus_delta)
-
-
-@cute.jit
-def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-    """S becomes P = exp(S - LSE) (Eq. 24)."""
-    subtract(acc_S, lse, scale_log2)
-    exponentiate(acc_S)
-
-
-@cute.jit
-def subtract(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-    """S becomes the exponents of P, in powers of two."""
-    S = fragments.by_rows(acc_S)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = S[r, c] * scale_log2 - lse[c]
-
-
-@cute.jit
-def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[int] = 0):
-    S = fragments.by_rows(acc_S)
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(first, last or cute.size(S, mode=[1])):
-            S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
-
-
-@cute.jit
 def place_of_sum(gSum: cute.Tensor, consumer: Int32, piece: Constexpr[int], config: Constexpr[Config]):
     """Where a piece of what a warpgroup computes of a tile of dQ begins in the tile's sum, and how many vectors a thread has of it: each belongs to
     eight columns. `narrow`: a block of rows has all columns of dQ side by side, and none beyond them; there may be none left, or fewer.

@@ -73,7 +73,7 @@ class Config(ScoreChanges):
     fixed: int = 2  # tiles that a unit counts for beyond its own, where there is enough to do
     most_pieces: int = 40  # of a unit with a split, that are added up at once; of more, groups of `group` first
     group: int = 12
-    sink: bool = False  # it joins a unit, no piece of it; and no row_max: for scores.close
+    sink: bool = False  # it joins a unit, no piece of it; and no row_max: for logits.close
     row_max: bool = False
 
     @property

@@ -6,8 +6,8 @@ from tilewise.backends.hopper.decode import loads, rotation
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Tensors
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
-from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.operands import Scores
+from tilewise.backends.hopper.scores import logits as scores
 from tilewise.backends.hopper.visible.hiding import keep
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr

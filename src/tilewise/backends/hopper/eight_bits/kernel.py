@@ -17,14 +17,15 @@ from typing import NamedTuple
 from tilewise.backends.hopper.eight_bits import softmax
 from tilewise.backends.hopper.eight_bits.config import GROUP, Config
 from tilewise.backends.hopper.eight_bits.operands import Scales, Tensors
-from tilewise.backends.hopper.forward import epilogue, hidden, scheduler, scores
+from tilewise.backends.hopper.forward import epilogue, hidden, scheduler
 from tilewise.backends.hopper.forward import kernel as forward
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.kernel import THREADS, Copies, How, Pipes, Smem
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
-from tilewise.backends.hopper.forward.scores import Statistics, Terms
 from tilewise.backends.hopper.operands import Band, Scores, Work
+from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.hopper.scores.logits import Statistics, Terms
 from tilewise.backends.hopper.visible import keys as visible
 from tilewise.backends.hopper.visible.keys import Seen, Walk
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma

@@ -76,7 +76,7 @@ class Config(ScoreChanges):
 
     @property
     def partial_elements(self) -> int:
-        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its `scores.Statistics` (partials.py)."""
+        """What a cluster keeps of a piece of a unit: O and, for each of a row's four threads, its `logits.Statistics` (partials.py)."""
         return self.cluster * self.tile_m * (self.head_dim_v + 4 * (1 + self.row_max))
 
     @property

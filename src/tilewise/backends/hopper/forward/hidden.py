@@ -10,9 +10,10 @@ from functools import cache
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.forward import scheduler, scores
+from tilewise.backends.hopper.forward import scheduler
 from tilewise.backends.hopper.forward.scheduler import AHEAD, Block, Queue
 from tilewise.backends.hopper.operands import Band, Draw, Tensors
+from tilewise.backends.hopper.scores import logits as scores
 from tilewise.backends.hopper.visible import keys as visible
 from tilewise.backends.hopper.visible.keys import Run
 from tilewise.sm90 import tma

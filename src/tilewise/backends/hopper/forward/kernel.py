@@ -3,7 +3,7 @@
 - queries, keys, heads and batch of their own; a query head reads the key head of its group, where it lies;
 - any mask (visible/): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
   packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
-- softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores.py); dropout behind it (../dropout.py);
+- softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores/); dropout behind it (../dropout.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
 - persistent thread blocks, which fetch tiles from a work queue, so that one tile's loads begin under the end of the tile before (scheduler.py);
 - O leaves by way of shared memory and the copy engine, and what the mask hides does not reach it, NaN and infinities included (epilogue.py).
@@ -17,13 +17,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler, scores
+from tilewise.backends.hopper.forward import epilogue, hidden, partials, scheduler
 from tilewise.backends.hopper.forward.config import Config
 from tilewise.backends.hopper.forward.hidden import Screen
 from tilewise.backends.hopper.forward.partials import Partials
 from tilewise.backends.hopper.forward.scheduler import Block, Queue, Units
-from tilewise.backends.hopper.forward.scores import Statistics, Terms
 from tilewise.backends.hopper.operands import Band, Scores, Tensors, Work
+from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.hopper.scores.logits import Statistics, Terms
 from tilewise.backends.hopper.visible import keys as visible
 from tilewise.backends.hopper.visible.keys import Seen, Walk
 from tilewise.sm90 import fragments, tma, wgmma

@@ -7,7 +7,7 @@ the same rows adds up all parts, weighted by exp(lse_i - lse), in the order of t
 from typing import NamedTuple
 
 from tilewise.backends.hopper.forward.scheduler import Span
-from tilewise.backends.hopper.forward.scores import Statistics
+from tilewise.backends.hopper.scores.logits import Statistics
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 

@@ -26,7 +26,7 @@ WAVES = 2  # of thread blocks that there should be
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScoreChanges):
-    """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores.py goes by."""
+    """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores/ goes by."""
 
     dtype: torch.dtype
     sees: Literal["band", "rows", "runs"]  # as in visible/, but any single band

@@ -12,10 +12,11 @@ Predicted bottleneck: tensor cores, or what two warpgroups leave idle of them.
 from typing import NamedTuple
 
 from tilewise.backends.hopper.backward.bias.call import COLUMNS, Config
-from tilewise.backends.hopper.backward.scores import Head, differentiate, drop, kept_of_rows, weight_of
-from tilewise.backends.hopper.forward import scores
 from tilewise.backends.hopper.forward.scheduler import Block
 from tilewise.backends.hopper.operands import Band, BiasTensors, Changes
+from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.hopper.scores.again import Head, kept_of_rows, weight_of
+from tilewise.backends.hopper.scores.derivative import differentiate_rows, drop
 from tilewise.backends.hopper.visible.bands import band_of, interval, tiles_seen, transposed
 from tilewise.backends.hopper.visible.hiding import bit_in, hide
 from tilewise.backends.hopper.visible.queries import UNMASKED, keys_of, visit_of
@@ -338,7 +339,7 @@ def add_item(
     else:
         done = finish_products(pipe, done, config)
         drop(dP, bits, changes.draw, config)
-        differentiate(P, P, dP, rows.minus_delta)
+        differentiate_rows(P, P, dP, rows.minus_delta)
         hide_pairs(acc_S, tScS, its, total.n0, rows, band, config)
         for n in range_constexpr(cute.size(acc_dB)):
             acc_dB[n] += acc_S[n]

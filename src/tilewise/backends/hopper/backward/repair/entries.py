@@ -5,12 +5,12 @@ An entry's own rows are those of the gradient; its others are the keys that its 
 
 from typing import NamedTuple
 
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import Matrix, either, matrix, row_of
 from tilewise.backends.hopper.backward.repair.pieces import looked_at, pieces_of
 from tilewise.backends.hopper.backward.repair.reports import ROWS
 from tilewise.backends.hopper.operands import Band, Changes, Gradients, RepairScalars
+from tilewise.backends.hopper.scores import again as changed
 from tilewise.backends.hopper.visible.queries import keys_of, queries_of
 from tilewise.sm90.dsl import Constexpr, Int32, arch, cute, range_constexpr
 

@@ -8,7 +8,6 @@ added up in one order. For dK and dV the queries whose delta is not finite come 
 import torch
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.backward import scores as changed
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.backward.repair.elements import (
     EIGHT,
@@ -44,6 +43,7 @@ from tilewise.backends.hopper.backward.repair.entries import (
 from tilewise.backends.hopper.backward.repair.holes import bit, is_lost, is_settled, join, write
 from tilewise.backends.hopper.backward.tiles import WARP
 from tilewise.backends.hopper.operands import Band, RepairScalars
+from tilewise.backends.hopper.scores import again as changed
 from tilewise.backends.hopper.stand_ins import dsl
 from tilewise.backends.hopper.visible.queries import shows_in, visit_of
 from tilewise.sm90.dsl import BFloat16, Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr

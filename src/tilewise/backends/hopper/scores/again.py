@@ -1,6 +1,6 @@
 """Softcap, additive bias and ALiBi in the backward pass on Hopper: P again, and by what dP - delta is multiplied (Eq. 24, 25, 29 to 31).
 
-The forward's changes of a score are in scores.py. Here scores come transposed, a thread holds numbers of two keys, and under a softcap dS is
+Changes of a score are in logits.py. Here scores come transposed, a thread holds numbers of two keys, and under a softcap dS is
 P (1 - t^2) (dP - delta): the factor joins P as soon as P is rounded for dV, so that nothing has to be kept beside them. What is off leaves no
 trace in the generated code.
 """
@@ -8,10 +8,9 @@ trace in the generated code.
 from typing import NamedTuple
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.backward.tiles import per_query
-from tilewise.backends.hopper.forward import scores
-from tilewise.backends.hopper.forward.scores import READ
 from tilewise.backends.hopper.operands import Changes, Draw
+from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.hopper.scores.logits import READ
 from tilewise.backends.hopper.visible.queries import place_in_tile
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, range_constexpr
@@ -22,7 +21,7 @@ SOME = 4  # of a row's numbers, which `weigh_rows` does at a time
 
 
 class Head(NamedTuple):
-    """Of the queries; what scores.py looks biases and slopes up by."""
+    """Of the queries; what logits.py looks biases and slopes up by."""
 
     batch: Int32
     head: Int32
@@ -44,6 +43,47 @@ class Terms(NamedTuple):
 
     bias: cute.Tensor | None  # (seqlen_q or 1, seqlen_k)
     slope: Float32 | None
+
+
+@cute.jit
+def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
+    """The numbers of this thread's columns, (tile_m / 4,)."""
+    found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
+    cute.autovec_copy(pairs[None, None, stage], found)
+    return cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
+
+
+@cute.jit
+def probabilities(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes P = exp(S - LSE) (Eq. 24)."""
+    subtract(acc_S, lse, scale_log2)
+    exponentiate(acc_S)
+
+
+@cute.jit
+def probabilities_of_rows(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """Likewise where rows are queries. lse: (ROWS,)."""
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c] * scale_log2 - lse[r], fastmath=True)
+
+
+@cute.jit
+def subtract(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+    """S becomes the exponents of P, in powers of two."""
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(cute.size(S, mode=[1])):
+            S[r, c] = S[r, c] * scale_log2 - lse[c]
+
+
+@cute.jit
+def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[int] = 0):
+    S = fragments.by_rows(acc_S)
+    for r in range_constexpr(fragments.ROWS):
+        for c in range_constexpr(first, last or cute.size(S, mode=[1])):
+            S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
 
 
 @cute.jit
@@ -263,24 +303,6 @@ def kept_of_rows(tScS: cute.Tensor, draw: Draw | None, block, n0: Int32, columns
         head = dropout.head_of(draw, block.batch, block.head)
         bits = dropout.of_rows(draw, head, block.m0 + row, n0 + column, const_expr(columns // 4))
     return bits
-
-
-@cute.jit
-def drop(dP: cute.Tensor, bits: cute.Tensor | None, draw: Draw | None, config: Constexpr):
-    """dP = 0 where P was dropped, and lifted elsewhere; NaN stays NaN. dP: (ROWS, columns)."""
-    if const_expr(bits is not None):
-        columns = const_expr(cute.size(dP, mode=[1]))
-        for r in range_constexpr(fragments.ROWS):
-            for c in range_constexpr(columns):
-                dP[r, c] *= dropout.in_rows(bits, r, c, columns, dropout.lift_of(draw, config))
-
-
-@cute.jit
-def differentiate(dS: cute.Tensor, P: cute.Tensor, dP: cute.Tensor, minus_delta: cute.Tensor):
-    """dS = P (dP - delta) (Eq. 25), where rows are queries. (ROWS, columns) each, and dS is one of the others; minus_delta: (ROWS,)."""
-    for r in range_constexpr(fragments.ROWS):
-        for c in range_constexpr(cute.size(P, mode=[1])):
-            dS[r, c] = P[r, c] * (dP[r, c] + minus_delta[r])
 
 
 @cute.jit

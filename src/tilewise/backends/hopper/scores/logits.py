@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.hopper import dropout
-from tilewise.backends.hopper.forward.scheduler import Block
 from tilewise.backends.hopper.operands import Scores
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute, range_constexpr
@@ -35,7 +34,7 @@ class Statistics(NamedTuple):
 
 
 @cute.jit
-def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr) -> Terms:
+def terms_of(scores: Scores, tScS: cute.Tensor, block, config: Constexpr) -> Terms:
     """tScS: (row, column) of each number of S."""
     bias, slope, origin, sink, head = None, None, None, None, None
     at = fragments.by_rows(tScS)
@@ -54,13 +53,14 @@ def terms_of(scores: Scores, tScS: cute.Tensor, block: Block, config: Constexpr)
 
 
 @cute.jit
-def bias_of(scores: Scores, block: Block) -> cute.Tensor:
+def bias_of(scores: Scores, block) -> cute.Tensor:
+    """block: of a batch entry and a head."""
     batch, head = min(block.batch, scores.bias.shape[0] - 1), min(block.head, scores.bias.shape[1] - 1)
     return scores.bias[batch, head, None, None]
 
 
 @cute.jit
-def slope_of(scores: Scores, block: Block) -> Float32:
+def slope_of(scores: Scores, block) -> Float32:
     return scores.slopes[min(block.batch, scores.slopes.shape[0] - 1), block.head]
 
 
@@ -154,7 +154,7 @@ def logit(s: Float32, bias: Float32, distance: Float32, scores: Scores, slope: F
 
 
 @cute.jit
-def logit_at(s: Float32, row: Int32, key: Int32, scores: Scores, block: Block, config: Constexpr) -> Float32:
+def logit_at(s: Float32, row: Int32, key: Int32, scores: Scores, block, config: Constexpr) -> Float32:
     """`modify` for one pair, anywhere."""
     bias, distance, slope = Float32(0.0), Float32(0.0), None
     if const_expr(config.bias is not None):
