@@ -205,7 +205,7 @@ HOPPER = Recipe(
                 '    wrong += ["it has no gradient with warmth"] if problem.grad and problem.warmth else []\n',
             )
         ],
-        "backends/hopper/forward/scores.py": [
+        "backends/hopper/scores/logits.py": [
             (
                 "            for c in range_constexpr(0, cute.size(S, mode=[1]), 2):  # two",
                 "            if const_expr(config.warmth):\n"
