@@ -256,7 +256,8 @@ def consume(
                 pipes.do.consumer_wait(tma.at_first(1))
             pipes.v.consumer_wait(at_v)
             acc_dP = fragments.scores(mma.s, (ROWS, KEYS), tPrdO, tPrV[None, None, None, at_v.index])
-            bits = changed.kept_of_rows(tScS, tensors.changes.draw, block, first_key(sm.visits, at_k.index, n_block, config), KEYS, config)
+            n0 = first_key(sm.visits, at_k.index, n_block, config) if const_expr(config.dropout) else None
+            bits = changed.kept_of_rows(tScS, tensors.changes.draw, block, n0, KEYS, config)
             warpgroup.wait_group(1)  # S is there, dP is not
             if const_expr(config.modified):
                 head, seqlen_k = changed.Head(block.batch, block.head), tensors.K.shape[1]

@@ -295,7 +295,9 @@ def weigh_rows(
 
 
 @cute.jit
-def kept_of_rows(tScS: cute.Tensor, draw: Draw | None, block, n0: Int32, columns: Constexpr[int], config: Constexpr) -> cute.Tensor | None:
+def kept_of_rows(
+    tScS: cute.Tensor, draw: Draw | None, block, n0: Int32 | None, columns: Constexpr[int], config: Constexpr
+) -> cute.Tensor | None:
     """Which of a thread's pairs dropout keeps in a tile of so many columns, where rows are queries: as `dropout.of_rows`. block: of the queries."""
     bits = None
     if const_expr(config.dropout):
