@@ -25,14 +25,17 @@ from rows import Rows, compile_ahead
 from torch import Tensor
 
 from tilewise.backends import eight_bits as arithmetic
+from tilewise.backends.hopper import changes
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.eight_bits.config import Config
 from tilewise.backends.hopper.forward import call as sixteen_bits
+from tilewise.backends.hopper.forward.plan import Plan, num_sms
 from tilewise.backends.reference import Reference
 from tilewise.bench.provenance import provenance
 from tilewise.bench.timing import interleave
 from tilewise.masks import Causal, Full, Mask
 from tilewise.problem import Call
+from tilewise.sm90 import jit
 from tilewise.sm90.jit import Kernel
 
 E4M3, TOKENS, HIDDEN, DEVICE = torch.float8_e4m3fn, 16384, 2048, "cuda"
@@ -82,13 +85,16 @@ def cell_of(way: str, dim: int, seqlen: int, mask: str, device: str = DEVICE) ->
 
 def kernel_of(call: Call, **tuning) -> Callable[[], Tensor]:
     """The kernel alone, on operands that are made here; it returns O."""
-    operands = eight_bits.quantise(call) if call.precision is not None else eight_bits.given(call)
+    make, scale = eight_bits.operands_of(call)
+    made, scales, values = make()
     o = torch.empty((*call.q.shape[:3], call.head_dim_v), dtype=call.out_dtype or call.q.dtype, device=DEVICE)
     lse = torch.empty((call.batch, call.heads_q, call.seqlen_q), dtype=torch.float32, device=DEVICE)
-    config = eight_bits.config_of(call, **tuning) if tuning else None
+    plan = Plan.of(call, num_sms(call.q.device), eight_bits.config_of(call, **tuning))
+    attend = jit.compiled(eight_bits.LAUNCH, eight_bits.arguments, plan.config)
+    band, scores = sixteen_bits.band_seen(call, plan), changes.scores(call, plan.config, scale)
 
     def run() -> Tensor:
-        eight_bits.attend(call, *operands, o, lse, config=config)
+        attend((*made, o, lse, values), scales, sixteen_bits.work_of(plan, call.q.device), band, scores)
         return o
 
     return run
@@ -159,9 +165,9 @@ def quantiser(rows: Rows) -> None:
         for way in WAYS:
             call = call_of(way, q, k, v, Full())
             if way in arithmetic.RECIPES:  # bytes of an element, read and written: of V in 8 bits, three times
-                contenders[way], bytes_each = partial(eight_bits.quantise, call), 9 if eight_bits.quantiser_of(call).values else 6
+                contenders[way], bytes_each = eight_bits.operands_of(call)[0], 9 if eight_bits.quantiser_of(call).values else 6
             else:
-                contenders[way], bytes_each = partial(eight_bits.given, call), 2
+                contenders[way], bytes_each = eight_bits.operands_of(call)[0], 2
             least[way] = bytes_each * q.numel() / rate
         found = {name: each.median for name, each in interleave(contenders, budget_s=SECONDS, device=DEVICE, clock="graph").items()}
         us = {name: round(1e6 * seconds, 1) for name, seconds in found.items()}

@@ -17,6 +17,7 @@ from tilewise import api
 from tilewise.backends import eight_bits as arithmetic
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.eight_bits import call as eight_bits
+from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.masks import Causal, Documents, Full, PrefixLM, SlidingWindow
 from tilewise.runtime import call_cache, operator
 from tilewise.sm90 import key_order
@@ -313,20 +314,11 @@ def test_queries_that_are_not_finite_and_see_nothing(way):
     assert not o[:, :30].any() and o[0, 50, 1].isnan().all()
 
 
-def of_quantiser(call):
+def operands_of(call):
     with Emulated().on_gpu():
-        prepare, factor = eight_bits.by_quantiser(call)
-        made, scales, _ = prepare(call.q, call.k, call.v)
-        return made, scales, factor
-
-
-def of_transposer(call):
-    with Emulated().on_gpu():
-        prepare, _ = eight_bits.by_transposer(call)
-        made, scales, _ = prepare(
-            call.q, call.k, call.v, [eight_bits.spread(x, shape) for x, shape in eight_bits.scales_given(call) if x is not None]
-        )
-        return made, scales
+        make, factor = eight_bits.operands_of(call)
+        made, scales, _ = make()
+        return Made(*made), Scales(*scales), factor
 
 
 BITS = [
@@ -351,7 +343,7 @@ def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
         call.q[0, 3, 0, 1], call.k[0, 7, 0, 3], call.v[0, 9, 0, 1] = math.inf, math.nan, -math.inf
         call.q[0, 4], call.v[..., 2] = 0.0, 5.0
         call.q[0, 2, 0, :2] = torch.finfo(call.q.dtype).max  # whose sum is beyond fp32, from bf16
-    found, scales, factor = of_quantiser(call)
+    found, scales, factor = operands_of(call)
     want = arithmetic.operands_of(call)
     assert torch.equal(found.Q, want.q.view(torch.int8)) and torch.equal(found.K, want.k.view(torch.int8))
     pairs = [(scales.q, want.q_scale), (scales.k, want.k_scale)]
@@ -377,7 +369,7 @@ def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
 )
 def test_values_that_are_given_are_transposed(dim, seqlen):
     call = made(Quantised("given", 3, seqlen, dims=(dim, dim), heads=(2, 2), batch=2))
-    operands, _ = of_transposer(call)
+    operands, *_ = operands_of(call)
     assert torch.equal(operands.V, key_order.transposed(call.v.transpose(1, 2)).view(torch.int8))
 
 
@@ -386,7 +378,7 @@ def test_scales_of_tokens_become_their_groups(seqlen):
     call = made(Quantised("given", 3, seqlen, per=("token",) * 3, heads=(2, 2), batch=2))
     call.v_scale[0, 1, 7:9] = torch.tensor([-1e6, math.nan])
     call.v_scale[1, 0, :128] = 0.0
-    _, scales = of_transposer(call)
+    _, scales, _ = operands_of(call)
     for name, given in (("columns", call.k_scale), ("weights", call.v_scale)):
         found, behind = getattr(scales, name).split((seqlen, -seqlen % 128), dim=2)
         if name == "weights":

@@ -264,7 +264,7 @@ def main() -> int:
     versions = {"transformers": hf.__version__, "torch": torch.__version__, "tilewise": tw.__version__}
     print(versions, flush=True)
     where = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
-    found: dict = {"device": where, "versions": versions, "not_understood": sorted(set(ours.hf_masks.CAPTURED) - ours._understood())}
+    found: dict = {"device": where, "versions": versions, "not_understood": sorted(set(ours.hf_masks.CAPTURED) - ours.understood())}
     hf_models.SCALE["head_dim"] = 16 if given.small else 64
     parts = {
         "errors": lambda: errors(given.device, 24 if given.small else 120),

@@ -1,6 +1,7 @@
 """The forward pass in 8 bits, seen from torch: what it covers, which kernels a call runs, and what they take."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -124,6 +125,17 @@ def quantiser_of(call: Call, **fields) -> QuantiserConfig:
     head_dim, _ = tile_dims(call.head_dim, call.head_dim_v)
     usual = {"ends": ends_ahead(call), "values": not _wide_values(call)}
     return configure_quantiser(call.q.dtype, RECIPES[call.precision].qk, head_dim, **usual | fields)
+
+
+def operands_of(call: Call) -> tuple[Callable[[], tuple], float]:
+    """What makes `Made`, `Scales` and `Tensors.values` of the call itself, and the softmax's scale."""
+    prepare, scale = (by_quantiser if call.precision is not None else by_transposer)(call)
+    beside = None
+    if call.precision is None:
+        (beside,) = _with_scales(call, None)(*call.extras)
+    elif isinstance(call.mask, Unread):
+        (beside,) = _with_ends(call, None)(*call.extras)
+    return partial(prepare, call.q, call.k, call.v, beside), scale
 
 
 def by_quantiser(call: Call, config: QuantiserConfig | None = None) -> tuple[Callable, float]:
