@@ -193,7 +193,7 @@ def test_under_vmap():
 
 
 def test_calls_like_one_before_stay_apart():
-    """The short way knows no largest scores, and calls that want them take the long one."""
+    """Cached calls know no largest scores; who wants them calls the operator."""
     call_cache.forget()
     q, k, v = qkv()
     for _ in range(3):

@@ -74,7 +74,7 @@ def test_a_slot_of_the_projection_it_comes_from():
 
 def test_repeated_and_compiled_calls():
     q, out = rows(2, 5), torch.empty(2, 5, HEADS, DIM)
-    for _ in range(3):  # the short way of repeated calls is another
+    for _ in range(3):  # cached calls as well
         want = tw.attention(q, q, q)
         assert torch.equal(tw.attention(q, q, q, out=out.fill_(torch.nan)), want)
     compiled = torch.compile(lambda out: tw.attention(q, q, q, out=out, return_lse=True)[0] * 2, fullgraph=True, backend="aot_eager")

@@ -32,7 +32,7 @@ def right(name: str, grad: bool):
 def cell(name: str, dtype: torch.dtype, device: str, mode: str, hooks: str) -> None:
     grad = mode == "grad"
     want = right(name, grad)
-    for _ in range(3):  # the long way, then the short ones
+    for _ in range(3):  # the first is bound, the others are cached
         with default_dtype(dtype), DEVICES[device](), MODES[mode](), HOOKS[hooks]():
             got = of(FUNCTIONS[name], FUNCTIONS[name].make(), grad)
         check_equal([x.clone() for x in got], want)

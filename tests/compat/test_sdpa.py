@@ -313,7 +313,7 @@ def counted(monkeypatch):
         return tw.attention(*args, **options)
 
     monkeypatch.setattr(sdpa, "attention", attention)
-    monkeypatch.setattr(sdpa.call_cache, "find", lambda *_: None)  # the short way would not be counted
+    monkeypatch.setattr(sdpa.call_cache, "find", lambda *_: None)  # a cached call would not be counted
     return calls
 
 

@@ -397,7 +397,7 @@ def seen_masks(name: str, given: dict, monkeypatch, **options) -> set:
 
     attention = tw.attention
     monkeypatch.setattr(tw, "attention", attend)
-    monkeypatch.setattr(ours.call_cache, "find", lambda *_: None)  # the short way would not be seen
+    monkeypatch.setattr(ours.call_cache, "find", lambda *_: None)  # a cached call would not be seen
     with torch.no_grad():
         model(name, "tilewise")(**given, **options)
     return found

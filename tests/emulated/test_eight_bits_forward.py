@@ -176,7 +176,7 @@ def test_packed_documents(on_gpu, monkeypatch, way):
         given = {name: x[None] for name, x in zip("qkv", (q, k, v), strict=True)}
         held(replace(call, **given, mask=Documents(*ends, inner=Causal())), o[None], lse[None])
         if ends == ENDS:
-            monkeypatch.setattr(operator, "attend", None)  # the long way
+            monkeypatch.setattr(operator, "attend", None)  # the operator
     assert len(call_cache._KNOWN) == 1
 
 
@@ -190,7 +190,7 @@ def test_masks_of_tables(mask, way):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """As `Emulated.on_gpu`, for public calls and the short way, whose memory is poisoned."""
+    """As `Emulated.on_gpu`, for public calls, the cached ones as well, whose memory is poisoned."""
 
     def poisoned(device):
         def new(shape, strides, dtype):
@@ -231,7 +231,7 @@ def behind_a_number(x):
     ("case", "options"), [REPEATED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in REPEATED[1:])], ids=str
 )
 def test_calls_like_one_before(on_gpu, monkeypatch, case, options):
-    """By the short way, on other tensors, scales among them: the bits of the long way. What does not begin at a multiple of 16 bytes is copied."""
+    """Cached, on other tensors, scales among them: the bits of a call bound anew. What does not begin at a multiple of 16 bytes is copied."""
     for seed in range(3):
         call = made(case, seed=seed)
         if seed == 2:
@@ -239,7 +239,7 @@ def test_calls_like_one_before(on_gpu, monkeypatch, case, options):
         names = "precision", *(f"{name}_scale" for name in "qkv")
         given = {name: getattr(call, name) for name in names} | options | {"mask": case.mask, "scale": call.scale}
         found = tilewise.attention(call.q, call.k, call.v, **given, return_lse=True)
-        monkeypatch.setattr(operator, "attend", None)  # the long way
+        monkeypatch.setattr(operator, "attend", None)  # the operator
         call = replace(call, **options | ({"alibi_slopes": options["alibi_slopes"][None]} if "alibi_slopes" in options else {}))
         assert all(map(torch.equal, found, eight_bits.forward(call)))
     assert len(call_cache._KNOWN) == 1

@@ -209,7 +209,7 @@ def packed(dim: int, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("dim", [64, 72, 128, 256])
 @pytest.mark.parametrize("precision", RECIPES)
 def test_packed_documents(precision, dim, mask):
-    """As the emulation has them as one sequence; twice, as the second call takes the short way."""
+    """As the emulation has them as one sequence; twice, as the second call is a cached one."""
     cu_seqlens = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ENDS]
     for seed in range(2):
         q, k, v = packed(dim, seed)

@@ -101,7 +101,7 @@ def test_gradients_by_the_short_way(options, head_dim):
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"mask": DOCUMENTS}), ids=str)
 @pytest.mark.parametrize("seqlen", (60, 300, 3000))
 def test_gradients_lie_as_their_inputs(options, head_dim, seqlen):
-    """The bits of the long way; q in any order of dimensions but where its gradient lends memory."""
+    """The bits of calls bound anew; q in any order of dimensions but where its gradient lends memory."""
     if options.get("mask") is DOCUMENTS and seqlen != 300:
         pytest.skip("other documents")
     x = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in qkv(seqlen, head_dim=head_dim)[:2]]
@@ -151,7 +151,7 @@ KINDS = "bias", "row", "fixed bias", "sink", "slopes", "lse", "one query", "few 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_with_more_tensors(kind, monkeypatch):
-    """The bits of the long way, forward and backward, with and without gradients, on other tensors than those that were remembered."""
+    """The bits of calls bound anew, forward and backward, with and without gradients, on other tensors than those that were remembered."""
     attend = tw.attention_varlen if kind == "documents" else tw.attention
 
     def run(x, options):

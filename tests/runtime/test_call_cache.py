@@ -1,4 +1,4 @@
-"""Calls like one before take the short way: the same bits, and nothing that the long way would have seen is lost."""
+"""Cached calls: the same bits as of calls bound anew, and nothing that an operator would have seen is lost."""
 
 import gc
 
@@ -60,7 +60,7 @@ def test_one_way_for_each_signature(causal):
         tw.attention(q, k, v, causal=causal)
     assert remembered() == 1
     tw.attention(q.transpose(0, 1), k[:5].transpose(0, 1)[:5], v.transpose(0, 1)[:5], causal=causal)
-    tw.attention(*(x.double() for x in (q, k, v)), causal=causal)  # no short way there
+    tw.attention(*(x.double() for x in (q, k, v)), causal=causal)  # nothing is bound there
     assert remembered() == 2
 
 
@@ -105,7 +105,7 @@ def test_what_else_takes_part_is_not_bypassed():
 
 
 def test_what_a_transform_left_behind_goes_the_long_way():
-    """A tensor of torch.func.grad that outlives it: the short way does not look for such."""
+    """A tensor of torch.func.grad that outlives it: a cached call does not look for such."""
     left, (q, k, v) = [], qkv()
     torch.func.grad(lambda x: left.append(x * 1.0) or x.sum())(q)
     k.requires_grad_()
@@ -162,7 +162,7 @@ def test_gradients_lie_as_their_inputs(order, gaps, kind, poisoned):
         return x.permute([order.index(dim) for dim in range(4)]).requires_grad_()
 
     options, found = {"causal": True} | (beside(True)[kind] if kind != "alone" else {}), []
-    for _ in range(3):  # the first by the long way
+    for _ in range(3):  # the first is bound
         torch.manual_seed(0)
         x = q, k, v = [lying(each) if n != 1 else each.requires_grad_() for n, each in enumerate(qkv())]
         found.append(torch.autograd.grad(tw.attention(q, k, v, **options), x, torch.ones(2, 5, 2, 8)))
@@ -198,7 +198,7 @@ KINDS = tuple(beside())
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("return_lse", (False, True))
 def test_calls_with_more_tensors(kind, dtype, return_lse, monkeypatch):
-    """Forward and gradients of the short way have the bits of the long way, for other tensors than those that were remembered."""
+    """Forward and gradients of a cached call have the bits of one bound anew, for other tensors than those that were remembered."""
 
     def run():
         leaves = [x for x in (*tensors, *options.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -214,7 +214,7 @@ def test_calls_with_more_tensors(kind, dtype, return_lse, monkeypatch):
             run()
         else:
             with monkeypatch.context() as patched:
-                patched.setattr(call_cache.operator, "attend", None)  # the long way
+                patched.setattr(call_cache.operator, "attend", None)  # the operator
                 patched.setattr(call_cache.operator, "differentiate", None)
                 short = run()
             kept = dict(call_cache._KNOWN)
@@ -375,7 +375,7 @@ def test_the_call_before_is_found_without_a_signature(monkeypatch):
 
 
 def test_what_differs_from_the_call_before_is_seen():
-    """Each way to call in turn after each other, and after itself: the results are those of the long way."""
+    """Each way to call in turn after each other, and after itself: the results are those of calls bound anew."""
     q, k, v = qkv(7, 7)
     wider = torch.randn(2, 7, 2, 16)[..., :8]
     ways = {

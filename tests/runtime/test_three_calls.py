@@ -1,7 +1,7 @@
 """The same call three times, on fresh memory: the bits of O, LSE and gradients are those of the first call, and within the tolerance.
 
-The first call goes the long way and is remembered, the others go as it was remembered. Problems are random, by a seed of the day, which a failure
-shows; where tests may be slow there are hundreds.
+The first call is bound, and the others are served by what it was bound to. Problems are random, by a seed of the day, which a failure shows; where
+tests may be slow there are hundreds.
 """
 
 import pytest

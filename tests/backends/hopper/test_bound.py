@@ -163,7 +163,7 @@ def test_nothing_of_the_first_call_is_held(device):
 
 
 class Stub(Hopper):
-    """The backend on a CPU: its kernels and its long way back are those of the portable backend."""
+    """The backend on a CPU: its kernels and its `backward` are those of the portable backend."""
 
     def __init__(self) -> None:
         self.forwards, self.backwards, self.repairs, self.mask, self.dropout_p = 0, 0, 0, Causal(), 0.0
@@ -383,7 +383,7 @@ def test_dropout_of_drop_ins(stub, monkeypatch):
 
 
 def test_an_output_with_heads_first(stub, monkeypatch):
-    """As torch's operators want it where their query lies so: written there by the kernel, by the short way."""
+    """As torch's operators want it where their query lies so: written there by the kernel of a cached call."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in qkv())
     for x in ((q, k, v), tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))):
         long, short = (torch_flash._scaled_dot_product_flash_attention(*x, is_causal=True)[0] for _ in "ab")
@@ -553,7 +553,7 @@ def test_heads_that_are_packed_as_rows(stub, monkeypatch, seqlens, heads_k):
 
 
 def gradients_of(kernel, *scratch):
-    """The short way back over `kernel`, with such scratch."""
+    """Bound gradients over `kernel`, with such scratch."""
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
