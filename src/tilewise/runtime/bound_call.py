@@ -32,25 +32,21 @@ class BoundCall:
     grad: bool
     return_lse: bool
     options: tuple
-    present: tuple  # as `_tensors` gives it
+    present: tuple  # as `tensors_of` gives it
     check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of the tensors, as `layout_of` gives them
-    check_back: dict[tuple, tuple] = field(
-        default_factory=dict
-    )  # by `present`: the check of what `way_back` has, and how dO lies for the backend, once that fitted
+    # By `present`: the check of what `way_back` has, and how dO lies for the backend, once that fitted.
+    check_back: dict[tuple, tuple] = field(default_factory=dict)
     check_whole: tuple | None = None  # likewise of q, k, v, O, LSE and dO as the caller has them, and how each lies, of `gradients`
     draws: bool = False  # there is dropout
-    heads_first: bool = (
-        False  # without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so
-    )
+    # Without a gradient O shall lie in memory as (batch, heads, seqlen, head_dim_v), where the backend can have it so.
+    heads_first: bool = False
     arrangement: str = ""  # of q, k, v and O as the caller has them: a key of INSIDE
     places: tuple = ()  # where it is arranged in another way: how q, k and v lie for the backend, and O for the caller, once that is known
     gradients: tuple = ()  # likewise how dQ, dK and dV lie for the caller
-    backward_supported: bool | None = (
-        None  # whether the backend has the gradient of a call that asked for none, once someone wanted it (`gradients`)
-    )
-
+    # Whether the backend has the gradient of a call that asked for none, once someone wanted it (call_cache.gradients).
+    backward_supported: bool | None = None
     of_outputs: str = field(default="", init=False)  # how O and dO are arranged: a key of INSIDE
 
     def __post_init__(self) -> None:

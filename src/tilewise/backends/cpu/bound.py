@@ -16,9 +16,8 @@ from tilewise.errors import check_memory
 from tilewise.masks import Unread
 from tilewise.problem import Call, gradient_like
 
-KEPT_BYTES = (
-    64 << 10
-)  # a call whose mask has larger tables takes so long that to keep it saves nothing, and many such calls take much memory
+# Of a mask's tables: a call with larger ones takes so long that to keep it saves nothing, and many such calls take much memory.
+KEPT_BYTES = 64 << 10
 
 
 class Bound:
@@ -74,11 +73,9 @@ class Bound:
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=CPU)
         args, keep = self.arguments(call.extras)
         set_tensor(args.o, o)
-        if not call.row_max:
-            row_max = ()
-        else:
-            row_max = (torch.empty_like(lse),)
-            args.row_max = row_max[0].data_ptr()
+        row_max = [torch.empty_like(lse)] if call.row_max else []
+        for each in row_max:
+            args.row_max = each.data_ptr()
         self._run(args, call.q, call.k, call.v, o, lse)
         del keep
         return o, lse, *row_max

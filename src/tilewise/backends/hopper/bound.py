@@ -125,26 +125,15 @@ class Bound:
         self.kernel((aligned(q), aligned(k), aligned(v), o, lse), *rest)
         return None
 
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        d_o: Tensor,
-        d_lse: Tensor | None,
-        extras: tuple[Tensor | None, ...],
-        bias_grad: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
+    def backward(self, *operands) -> tuple[Tensor | None, ...]:
+        """See `backends.Bound`; operands: as there."""
         back = self.back
         if back is None:
-            bias, slopes, sink, *_ = extras
+            q, k, v, *_, (bias, slopes, sink, *_), _ = operands
             back = self.gradients(replace(self.like, q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink))
             if back.kept:
                 self.back = back
-        return back(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
+        return back(*operands)
 
     def _begin(self, stream: int | None) -> tuple:
         """LSE, what the kernel takes after the tensors, and what runs first."""
