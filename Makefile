@@ -37,6 +37,7 @@ kernels-layout: $(VENV)/installed
 
 lint: $(VENV)/installed
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
+	$(RUN) tools/sizes.py
 	$(MAKE) types
 
 docs: $(VENV)/installed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DRIFT = 0.2  # of a figure, before `python tools/sizes.py` has to be run again
+DRIFT = 0.05  # of a figure, before `python tools/sizes.py` has to be run again
 
 
 @pytest.fixture
