@@ -601,3 +601,18 @@ def test_large_scratch_of_gradients_is_not_kept(device):
 
 def _causal(q, k, v) -> Call:
     return Call(q=q, k=k, v=v, mask=Causal(), scale=q.shape[-1] ** -0.5)
+
+
+NOTHING = (4, 0, 2, Full(), False), (4, 0, 2, Full(), True), (0, 5, 2, Full(), True), (1, 1, 4, Causal(offset=-70), False)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k", "heads_q", "mask", "with_sink"), NOTHING, ids=str)
+def test_a_call_that_sees_nothing_launches_nothing(device, seqlen_q, seqlen_k, heads_q, mask, with_sink):
+    """On a stream, where a bound call's operands are made once; packed heads are cut to the keys that their row sees."""
+    q, k, v = (torch.randn(2, n, heads, 64, dtype=BF16) for n, heads in ((seqlen_q, heads_q), (seqlen_k, 2), (seqlen_k, 2)))
+    sink = torch.randn(heads_q) if with_sink else None
+    call = Call(q=q, k=k, v=v, mask=mask, scale=1.0, sink=sink)
+    found = Hopper().bind(call)
+    for o, lse in (found.results(call), found.forward(q, k, v, call.extras, True)) * 2:
+        assert o.shape == q.shape and (o == 0).all()
+        assert lse.shape == (2, heads_q, seqlen_q) and (lse == (sink[:, None] if with_sink else -math.inf)).all()

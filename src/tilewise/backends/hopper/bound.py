@@ -29,7 +29,7 @@ class Bound:
         self,
         call: Call,
         kernel: Callable,
-        workspace: Callable[[], Work | None],
+        workspace: Callable[[], Work | tuple[()]],
         *,
         rest: Sequence,
         made: Callable[..., Sequence] | None = None,

@@ -48,7 +48,7 @@ def bind(call: Call, gradients: Callable | None = None, config: Config | None = 
 def without_keys(call: Call, gradients: Callable | None = None) -> Bound:
     """Of rows that see nothing, or of none: O is 0, LSE that of the sink."""
 
-    def compute(tensors: tuple[Tensor, ...], _work: None, scores: Scores) -> None:
+    def compute(tensors: tuple[Tensor, ...], _work: tuple[()], scores: Scores) -> None:
         *_, o, lse = tensors
         o.zero_()
         if scores.row_max is not None:
@@ -61,7 +61,7 @@ def without_keys(call: Call, gradients: Callable | None = None) -> Bound:
     def made(bias: Tensor | None, slopes: Tensor | None, sink: Tensor | None, *_others: Tensor | None) -> tuple[Scores]:
         return (Scores(0.0, None, None, None, None, None, sink, None, 0),)
 
-    return Bound(call, compute, lambda: None, rest=(), made=made, gradients=gradients, kept=False)
+    return Bound(call, compute, tuple, rest=(), made=made, gradients=gradients, kept=False)
 
 
 def seen_and_scored(call: Call, plan: Plan, scale: float) -> dict:
