@@ -1,0 +1,79 @@
+"""The Triton backend: any GPU that Triton compiles for, from one source (kernels/)."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import Backend
+from tilewise.problem import Call, Gradients, Problem
+
+__all__ = ["Triton"]
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+MOST_DIM = 512
+
+
+class Triton(Backend):
+    """FlashAttention-2 for NVIDIA GPUs from Ampere on and AMD's, deterministic, without atomics."""
+
+    name = "triton"
+
+    def why_not(self, problem: Problem) -> list[str]:
+        """Sentences that say why this backend cannot run the problem; empty when it can."""
+        if missing := _missing():
+            return [missing]
+        from tilewise.backends.triton.launch import interpreted
+
+        if problem.device != ("cpu" if interpreted() else "cuda"):
+            return [f"it computes on GPUs, the tensors are on {problem.device}"]
+        reasons = problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
+        if max(problem.head_dim, problem.head_dim_v) > MOST_DIM:
+            reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
+        return reasons
+
+    def reads(self, problem: Problem) -> bool:
+        """Nothing on the host, of documents either."""
+        return False
+
+    def tile(self, call: Call) -> tuple[int, int]:
+        """(tile_m, tile_n) of the forward pass."""
+        from tilewise.backends.triton.config import config_of
+        from tilewise.backends.triton.targets import of_device
+
+        found = config_of(of_device(call.q.device), "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        return found.tile_m, found.tile_n
+
+    def bind(self, call: Call):
+        """`forward` and `backward` for more calls that differ in nothing but what tensors hold."""
+        from tilewise.backends.triton.bound import Bound
+
+        return Bound(_in_rows(call))
+
+    def forward(self, call: Call) -> tuple[Tensor, ...]:
+        """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""
+        call = _in_rows(call)
+        return self.bind(call).results(call)
+
+    def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
+        """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it."""
+        call = _in_rows(call)
+        wanted = bias_grad and call.bias is not None
+        return Gradients(*self.bind(call).backward(call.q, call.k, call.v, o, lse.contiguous(), d_o, d_lse, call.extras, wanted))
+
+
+def _in_rows(call: Call) -> Call:
+    """The call with copies of tensors whose rows are not contiguous."""
+    scattered = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(call, name)).stride(-1) != 1}
+    return replace(call, **scattered) if scattered else call
+
+
+@cache
+def _missing() -> str:
+    """A sentence where Triton is not here."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "it needs Triton, which comes with torch for GPUs on Linux"
+    return ""

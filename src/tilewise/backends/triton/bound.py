@@ -1,0 +1,324 @@
+"""A call whose kernels and arguments were found once, for more tensors of the same shapes, strides and dtypes."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tilewise.backends import philox
+from tilewise.backends.tables import documents
+from tilewise.backends.tables.band import band_of
+from tilewise.backends.tables.keeping import kept
+from tilewise.backends.tables.runs import tables
+from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.kernels import backward, forward
+from tilewise.backends.triton.kernels import documents as document_kernels
+from tilewise.backends.triton.launch import OPERANDS, Kernel, interpreted, launcher
+from tilewise.backends.triton.targets import Target, of_device
+from tilewise.errors import check_memory
+from tilewise.masks import Documents, Unread
+from tilewise.masks.mask import Plane
+from tilewise.problem import Call, Dropout, gradient_like, in_fp32
+
+ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for wide loads
+WORD = 2**32
+KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
+ROWS = 128  # of a program of the small kernels
+PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
+
+
+class Visible:
+    """Which keys each query sees, or, `by_keys`, which queries see each key, as kernels/visible.py reads it."""
+
+    def __init__(self, call: Call, tile_m: int, tile_n: int, by_keys: bool = False) -> None:
+        mask, seqlen_q, seqlen_k, device = call.mask, call.seqlen_q, call.seqlen_k, call.q.device
+        self.by_keys, self.find, self.nbytes = by_keys, None, 0
+        self.arguments: dict[str, object] = dict(zip(("row0", "row1", "column0", "column1", "low", "high"), (0,) * 6, strict=True))
+        if mask.kind in ("full", "band"):
+            self.kind = "band"
+            row0, row1, column0, column1, low, high = band_of(mask, seqlen_q, seqlen_k)
+            turned = (column0, column1, row0, row1, -high, -low)
+            self.arguments = dict(zip(self.arguments, turned if by_keys else (row0, row1, column0, column1, low, high), strict=True))
+        elif documents.by_rows(mask):
+            self.kind, self.find = "varlen", _finder(mask, seqlen_q, seqlen_k, device, by_keys)
+            if isinstance(mask, Documents):
+                ends = _of_documents(mask, seqlen_q, seqlen_k, device, by_keys, self.find)
+                self.arguments["ends"], self.find, self.nbytes = ends, None, ends.nbytes
+        else:
+            self.kind = "tiles"
+            planes = mask.planes(seqlen_q, seqlen_k, call.batch, call.heads_q)
+            if by_keys:
+                planes = tuple(Plane(plane.batch, plane.heads, plane.region.transpose()) for plane in planes)
+            tiles = (tile_n, tile_m) if by_keys else (tile_m, tile_n)
+            found = tables(planes, call.batch, call.heads_q, *tiles, device)
+            names = "order", "spans", "runs", "bands", "bitmaps", "planes"
+            self.arguments |= {name: getattr(found, name) for name in names}
+            self.nbytes = sum(getattr(found, name).nbytes for name in names)
+
+    def of(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> dict[str, object]:
+        """The arguments of a call whose documents these are."""
+        return self.arguments if self.find is None else self.arguments | {"ends": self.find(cu_seqlens_q, cu_seqlens_k)}
+
+
+def _finder(
+    mask: Documents | Unread, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """What finds the intervals of rows from cu_seqlens on the device."""
+    low, high, low_left, high_left = documents.offsets(mask.inner)
+    constants = ("KEYS", by_keys), ("TILE", ROWS)
+    kernel = Kernel(document_kernels.ends_of_documents, constants, (), configs.Config(ROWS, ROWS, 4, 1))
+    run, rows = launcher(kernel, of_device(device)), seqlen_k if by_keys else seqlen_q
+    fixed = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "low": low, "high": high, "low_left": low_left, "high_left": high_left}
+
+    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+        cu_q, cu_k = documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device)
+        count, ends = cu_q.shape[0] - 1, torch.empty(2, rows, dtype=torch.int32, device=device)
+        if count and rows:
+            given = {"cu_q": cu_q, "cu_k": cu_k, "ends": ends, "documents": count, "steps": count.bit_length() + 1}
+            run(-(-rows // ROWS), fixed | given)
+        return ends
+
+    return find
+
+
+def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool, find: Callable) -> Tensor:
+    """The intervals of documents whose lengths are numbers, found once and kept."""
+    (plane,) = mask.planes(seqlen_q, seqlen_k)
+
+    def make() -> Tensor:
+        ends = find(*(torch.tensor(each, dtype=torch.int32, device="cpu") for each in (mask.cu_seqlens_q, mask.cu_seqlens_k)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams may use them next
+        return ends
+
+    return kept(plane.region.memo, ("triton ends", by_keys, device), make)
+
+
+class Bound:
+    """See `backends.Bound`. Rows of q, k and v are contiguous."""
+
+    def __init__(self, call: Call) -> None:
+        self.target = of_device(call.q.device)
+        self.like = replace(
+            call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
+        )
+        self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
+        self.flags = _flags(call)
+        self.dtypes = tuple((name, x.dtype) for name, x in (("q", call.q), ("bias", call.bias), ("sink", call.sink)) if x is not None)
+        self.strided = all(_wide(x) for x in (call.q, call.k, call.v))
+        self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
+        if call.diagonal is not None:
+            self.scores["diagonals"] = call.diagonal.to(torch.int32)
+        self.config = configs.config_of(self.target, "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        self.visible = Visible(call, self.config.tile_m, self.config.tile_n)
+        self.back: Backward | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Not where the call depends on what tensors hold, or its mask's tables are large."""
+        reads = self.like.diagonal is not None or (isinstance(self.like.mask, Unread) and self.visible.find is None)
+        return not reads and self.visible.nbytes <= KEPT_BYTES
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """O and LSE."""
+        shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
+        if heads_first:
+            batch, seqlen, heads, dim = shape
+            o = torch.empty((batch, heads, seqlen, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+        else:
+            o = torch.empty(shape, dtype=q.dtype, device=q.device)
+        return self._forward(q, k, v, o, extras)
+
+    def results(self, call: Call) -> tuple[Tensor, Tensor]:
+        """As `Backend.forward`, of the bound call itself."""
+        shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
+        o = torch.empty(shape, dtype=call.q.dtype, device=call.q.device) if call.out is None else call.out
+        return self._forward(call.q, call.k, call.v, o, call.extras)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+        lse = torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
+        tiles = -(-self.like.seqlen_q // self.config.tile_m)
+        if not self.batch * self.heads * tiles:
+            return o, lse
+        bias, slopes, sink, rng, *packed = extras
+        check_memory(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink)
+        operands = {"q": q, "k": k, "v": v, "o": o}
+        given = {
+            "lse": lse,
+            "seqlen_q": self.like.seqlen_q,
+            "seqlen_k": self.like.seqlen_k,
+            "heads": self.heads,
+            "m_tiles": tiles,
+            "sink": sink,
+        }
+        with on(self.device):
+            arguments = self.arguments(operands, bias, slopes, rng) | given | self.visible.of(*packed[:2])
+            self.run(forward.forward, self.config, self.visible.kind, operands, SINK=sink is not None)(
+                tiles * self.batch * self.heads, arguments
+            )
+        return o, lse
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        d_lse: Tensor | None,
+        extras: tuple[Tensor | None, ...],
+        bias_grad: bool,
+    ) -> tuple[Tensor | None, ...]:
+        """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
+        if self.back is None:
+            self.back = Backward(self)
+        return self.back(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
+
+    def arguments(
+        self, operands: Mapping[str, Tensor], bias: Tensor | None, slopes: Tensor | None, rng: Tensor | None
+    ) -> dict[str, object]:
+        """What all kernels take: tensors and their strides, and what becomes of scores."""
+        found: dict[str, object] = dict(self.scores)
+        for name, x in operands.items():
+            found[name] = x
+            found[f"{name}_batch"], found[f"{name}_row"], found[f"{name}_head"], _ = x.stride()
+        if bias is not None:
+            steps = [0 if size == 1 else step for size, step in zip(bias.shape, bias.stride(), strict=True)]
+            found["bias"] = bias
+            found["bias_batch"], found["bias_head"], found["bias_row"], found["bias_column"] = steps
+        if slopes is not None:
+            found["slopes"] = slopes = slopes.contiguous()
+            found["slopes_batch"] = 0 if slopes.shape[0] == 1 else self.heads
+        dropout = self.like.dropout
+        return found | (_NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng)))
+
+    def run(self, function: Callable, config: configs.Config, mask: str, operands: Mapping[str, Tensor], **more: object) -> Callable:
+        """What launches the kernel for tensors that lie as these do."""
+        aligned = self.strided and all(x.data_ptr() % ALIGNED == 0 and _wide(x) for x in operands.values())
+        return self._launcher(function, config, mask, aligned, tuple(more.items()))
+
+    @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
+    def _launcher(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: tuple) -> Callable:
+        return launcher(self.kernel(function, config, mask, aligned, dict(more)), self.target)
+
+    def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
+        """The kernel with the constants that it has of these."""
+        constants = self.flags | {"MASK": mask, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages} | more
+        for names, dim in zip(PARTS, (self.like.head_dim, self.like.head_dim_v), strict=True):
+            constants |= dict(zip(names, configs.parts(dim), strict=True))
+        narrow = self.like.q.dtype.itemsize < 4
+        constants |= {"PRECISION": "ieee" if narrow or not self.target.nvidia else "tf32x3", "EMULATED": interpreted()}
+        names = set(function.arg_names)
+        return Kernel(function, tuple((name, value) for name, value in constants.items() if name in names), self.dtypes, config, aligned)
+
+
+class Backward:
+    """The gradients of a bound call."""
+
+    def __init__(self, bound: Bound) -> None:
+        call = bound.like
+        self.bound = bound
+        dims = call.q.dtype, call.head_dim, call.head_dim_v
+        self.dkdv, self.dq = (configs.config_of(bound.target, purpose, *dims) for purpose in ("dkdv", "dq"))
+        whole = replace(call, **{name: _placed(getattr(call, name), bound.device) for name in "qkv"})
+        self.keys = Visible(whole, self.dkdv.tile_m, self.dkdv.tile_n, by_keys=True)
+        self.queries = Visible(whole, self.dq.tile_m, self.dq.tile_n)
+        self.dim_v = 1 << max(4, (call.head_dim_v - 1).bit_length())
+
+    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
+        """See `Bound.backward`."""
+        bound, call = self.bound, self.bound.like
+        bias, slopes, sink, rng, *packed = extras
+        d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
+        o = o if o.stride(-1) == 1 else o.contiguous()
+        check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
+        d_q, d_k, d_v = (_new(gradient_like(_on_meta(x)), x.device) for x in (q, k, v))
+        delta = torch.empty_like(lse)
+        sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta}
+        pairs = bound.batch * bound.heads
+        m_tiles = -(-call.seqlen_q // ROWS)
+        with on(bound.device):
+            if pairs * m_tiles:
+                operands = {"o": o, "d_o": d_o}
+                run = bound.run(
+                    backward.prepare, _SMALL, "", operands, V_DIM=self.dim_v, D_LSE=d_lse is not None,
+                    V_COLUMNS=call.head_dim_v if self.dim_v != call.head_dim_v else 0,
+                )  # fmt: skip
+                d_lse = None if d_lse is None else d_lse.float().contiguous()
+                run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
+            n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
+            if pairs * n_tiles:
+                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_k": d_k, "d_v": d_v}
+                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
+                bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(n_tiles * (pairs // call.group), arguments)
+            m_tiles = -(-call.seqlen_q // self.dq.tile_m)
+            if pairs * m_tiles:
+                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_q": d_q}
+                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
+                bound.run(backward.dq, self.dq, self.queries.kind, operands)(m_tiles * pairs, arguments)
+        d_sink = None if sink is None else _of_sink(sink, lse, delta)
+        return d_q, d_k, d_v, None, d_sink
+
+
+def _of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """A sink's probability is exp(sink - LSE), and dS = P (dP - delta) of a dP of 0; a row that nothing reaches, its sink included, gives 0."""
+    p = torch.exp(sink.float()[:, None] - lse)
+    d_s = torch.where(lse == -math.inf, 0.0, p * delta)
+    return d_s.sum((0, 2)).neg_().to(sink.dtype)
+
+
+def _flags(call: Call) -> dict[str, object]:
+    """The constants that say what becomes of scores."""
+    flags = {"SOFTCAP": call.softcap > 0.0, "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
+    return flags | {
+        "MODIFIED": any(flags.values()) or call.scale <= 0.0,  # a plain score is scaled in the exponent, where 0 * -inf is NaN
+        "DIAGONALS": call.diagonal is not None,
+        "DROPOUT": call.dropout is not None,
+        "GROUP": call.group,
+    }
+
+
+_SMALL = configs.Config(ROWS, ROWS, 4, 1)
+_NOT_DROPPED = {"keep_scale": 1.0}
+
+
+def _drawn(dropout: Dropout) -> dict[str, object]:
+    """Dropout as the kernels take it: seed in 64 bits with a sign."""
+    seed = dropout.seed % 2**64
+    return {
+        "seed": seed - 2**64 if seed >= 2**63 else seed,
+        "offset": dropout.offset % WORD,
+        "threshold": min(philox.threshold(dropout.p), WORD - 1),
+        "keep_scale": philox.keep_scale(dropout.p),
+    }
+
+
+def _wide(x: Tensor) -> bool:
+    """Whether rows of x begin at multiples of 16 bytes, if it does."""
+    return all(step * x.element_size() % ALIGNED == 0 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _new(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+
+def _placed(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of no memory that says where x was: for what asks a call about shapes and device alone."""
+    return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
+
+
+def on(device: torch.device):
+    """The device is the current one within."""
+    from contextlib import nullcontext
+
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

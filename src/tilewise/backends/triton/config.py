@@ -1,0 +1,85 @@
+"""What a kernel is compiled with beside the call: tiles, warps, stages. Literal data, each row with where it comes from."""
+
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.triton.targets import Target
+
+
+class Config(NamedTuple):
+    """Tiles of `tile_m` queries and `tile_n` keys."""
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    stages: int
+
+    def options(self, target: Target) -> dict[str, object]:
+        """For Triton's compiler. Products and sums are fused, which Triton is about to leave off by default."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+class Parts(NamedTuple):
+    """A head_dim as tiles of powers of two: `first` and, where padding one tile would cost more than an eighth, `second`."""
+
+    first: int
+    second: int  # 0: there is none
+    cut: int  # columns that exist of the last part, 0 where all do
+
+
+LEAST_DIM = 16  # what a product of tiles takes
+MOST_DIM = 256
+
+
+def parts(dim: int) -> Parts:
+    """The parts of a head_dim up to 2 MOST_DIM."""
+    whole = max(LEAST_DIM, 1 << (dim - 1).bit_length())
+    if whole <= MOST_DIM and 8 * (whole - dim) <= whole or whole == LEAST_DIM:
+        return Parts(whole, 0, dim if whole != dim else 0)
+    first = whole // 2
+    second = max(LEAST_DIM, 1 << (dim - first - 1).bit_length())
+    if first + second >= whole and whole <= MOST_DIM:
+        return Parts(whole, 0, dim if whole != dim else 0)
+    return Parts(first, second, dim - first if second != dim - first else 0)
+
+
+def head_class(head_dim: int, head_dim_v: int) -> int:
+    """64, 128, 192, 256 or 512: the smallest that holds both."""
+    return next(each for each in (64, 128, 192, 256, 512) if max(head_dim, head_dim_v) <= each)
+
+
+COMPILED = "compiled with Triton 3.9.0, never timed"
+TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
+    # (family, pass, bytes of an element, head class): configuration, provenance
+    ("sm90", "forward", 2, 64): (Config(128, 64, 4, 3), COMPILED),
+    ("sm90", "forward", 2, 128): (Config(128, 64, 8, 3), COMPILED),
+    ("sm90", "dkdv", 2, 64): (Config(64, 128, 8, 2), COMPILED),
+    ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 2), COMPILED),
+    ("sm90", "dq", 2, 64): (Config(128, 64, 8, 2), COMPILED),
+    ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), COMPILED),
+}
+FALLBACK = {  # for whatever has no row: pass, head class
+    ("forward", 64): Config(128, 64, 4, 2),
+    ("forward", 128): Config(64, 64, 4, 2),
+    ("forward", 192): Config(64, 32, 4, 2),
+    ("forward", 256): Config(64, 32, 8, 1),
+    ("forward", 512): Config(32, 32, 8, 1),
+    ("dkdv", 64): Config(32, 64, 4, 2),
+    ("dkdv", 128): Config(32, 64, 4, 2),
+    ("dkdv", 192): Config(32, 32, 4, 1),
+    ("dkdv", 256): Config(32, 32, 8, 1),
+    ("dkdv", 512): Config(16, 16, 8, 1),
+    ("dq", 64): Config(64, 64, 4, 2),
+    ("dq", 128): Config(64, 32, 4, 2),
+    ("dq", 192): Config(32, 32, 4, 1),
+    ("dq", 256): Config(32, 32, 8, 1),
+    ("dq", 512): Config(16, 16, 8, 1),
+}
+
+
+def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
+    """Of a pass: "forward", "dkdv" or "dq"."""
+    dims = head_class(head_dim, head_dim_v)
+    row = TABLE.get((target.family, purpose, dtype.itemsize, dims))
+    return FALLBACK[purpose, dims] if row is None else row[0]

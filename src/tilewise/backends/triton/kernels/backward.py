@@ -1,0 +1,332 @@
+"""The gradients of Q, K and V: `prepare` has delta, `dkdv` owns tiles of keys, `dq` tiles of queries.
+
+Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023, section 3.1, whose
+one kernel adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come out of a product.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
+from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
+from tilewise.backends.triton.kernels.visible import by_table, interval, walk
+
+
+@triton.jit
+def prepare(
+    o, d_o, d_lse, delta, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
+    TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr,
+):  # fmt: skip
+    """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Grid: m_tiles * batch * heads."""
+    pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
+    b, h = pair // heads, pair % heads
+    row, dims = tl.arange(0, TILE_M), tl.arange(0, V_DIM)
+    rows, limit = m * TILE_M + row, seqlen_q - m * TILE_M
+    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+    d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
+    x = load_rows(o, row, o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
+    y = load_rows(d_o, row, d_o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
+    found = tl.sum(x * y, 1)
+    at = pair.to(tl.int64) * seqlen_q + rows
+    if D_LSE:
+        found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
+    tl.store(delta + at, found, mask=rows < seqlen_q)
+
+
+@triton.jit
+def in_base_2(lse):
+    """LSE to subtract from scores in base 2; rows that see nothing get +inf, and so probabilities of 0."""
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def _visit_keys(
+    acc, acc_b, q, q_b, d_o, d_o_b, lse, delta, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, ref, bands, bitmaps,
+    first, count, left, skip, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
+    MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ / scale with `count` more tiles of keys, as forward.py visits them."""
+    columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
+    for i in tl.range(0, count, num_stages=STAGES):
+        n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
+        keys, limit = n + columns, seqlen_k - n
+        k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
+        k_tile = load_rows(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
+        x = dot(q, tl.trans(k_tile), tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        v_tile = load_columns(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
+        d_p = dot(d_o, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        if DIM_B:
+            k_tile_b = load_rows(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
+            x = dot(q_b, tl.trans(k_tile_b), x, PRECISION, EMULATED)
+        if V_DIM_B:
+            v_tile_b = load_columns(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            d_p = dot(d_o_b, v_tile_b, d_p, PRECISION, EMULATED)
+        bend = 1.0
+        if MODIFIED:
+            x, bend = modify(x, scale, softcap, SOFTCAP)
+            if BIAS:
+                exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
+                x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
+            if ALIBI:
+                x -= slope * distance(rows[:, None], keys[None, :], diagonal)
+            factor = LOG2E
+        else:
+            factor = scale * LOG2E
+        p = tl.math.exp2(x * factor - lse[:, None])
+        if DROPOUT:
+            blocks = n // 4 + tl.arange(0, TILE_N // 4)
+            d_p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), d_p * keep_scale, 0.0)
+        d_s = p * (d_p - delta[:, None])
+        if SOFTCAP:
+            d_s *= bend
+        if MASKED:
+            if MASK == "tiles":
+                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), TILE_M, TILE_N)
+            else:
+                sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+            d_s = tl.where(sees, d_s, 0.0)
+        d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
+        acc = dot(d_s, k_tile, acc, PRECISION, EMULATED)
+        if DIM_B:
+            acc_b = dot(d_s, k_tile_b, acc_b, PRECISION, EMULATED)
+    return acc, acc_b
+
+
+@triton.jit
+def dq(
+    q, k, v, d_o, d_q, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
+    d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
+    ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
+    bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, keep_scale,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dQ (batch, seqlen_q, heads, head_dim). Grid: m_tiles * batch * heads."""
+    pair = tl.program_id(0) // m_tiles
+    m = m_tiles - 1 - tl.program_id(0) % m_tiles
+    b, h = pair // heads, pair % heads
+    if MASK == "tiles":
+        m = tl.load(order + m)
+    row = tl.arange(0, TILE_M)
+    rows, limit = m * TILE_M + row, seqlen_q - m * TILE_M
+    q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
+    d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
+    k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
+    v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
+    dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
+    q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
+    d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
+    d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
+    at = pair.to(tl.int64) * seqlen_q + rows
+    lse_rows = in_base_2(tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")))
+    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+    acc = tl.zeros([TILE_M, DIM], tl.float32)
+    acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
+    slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
+    diagonal = shift
+    if DIAGONALS:
+        diagonal = tl.load(diagonals + rows, mask=rows < seqlen_q, other=0)[:, None]
+    if BIAS:
+        bias += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+    if MASK == "tiles":
+        span = spans + (tl.load(planes + pair) * m_tiles + m) * 3
+        for r in range(tl.load(span), tl.load(span + 1)):
+            first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
+            acc, acc_b = _visit_keys(
+                acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
+                rows, rows, ref, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
+                pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            )  # fmt: skip
+        for r in range(tl.load(span + 1), tl.load(span + 2)):
+            first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
+            acc, acc_b = _visit_keys(
+                acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
+                rows, rows, 0, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
+                pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            )  # fmt: skip
+    else:
+        begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
+        first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
+        acc, acc_b = _visit_keys(
+            acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
+            begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal,
+            bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+        acc, acc_b = _visit_keys(
+            acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
+            begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, scale, softcap, slope, diagonal,
+            bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
+    store_rows(d_q, acc * scale, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
+    if DIM_B:
+        store_rows(d_q + DIM, acc_b * scale, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
+
+
+@triton.jit
+def _visit_queries(
+    d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
+    ref, bands, bitmaps, first, count, left, skip, heads_here, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row,
+    bias_column, pair, seed, offset, threshold, keep_scale,
+    MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK / scale and dV / keep_scale with `count` more tiles of queries of each of `heads_here` query heads, which share the keys."""
+    columns, dims, v_dims = tl.arange(0, TILE_M), tl.arange(0, DIM), tl.arange(0, V_DIM)
+    for step in tl.range(0, count * heads_here, num_stages=STAGES):
+        head = step // count
+        i = step - head * count
+        m = (first + i + tl.where(i >= left, skip, 0)) * TILE_M
+        queries, limit = m + columns, seqlen_q - m
+        q_at = q + head.to(tl.int64) * q_head + m.to(tl.int64) * q_row
+        d_o_at = d_o + head.to(tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
+        at = (pair + head).to(tl.int64) * seqlen_q + queries
+        if MASKED:
+            lse_columns = tl.load(lse + at, mask=queries < seqlen_q, other=float("-inf"))
+            delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0)
+        else:
+            lse_columns, delta_columns = tl.load(lse + at), tl.load(delta + at)
+        lse_columns = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns * LOG2E)
+        q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
+        x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), PRECISION, EMULATED)
+        d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
+        d_p = dot(v, tl.trans(d_o_tile), tl.zeros([TILE_N, TILE_M], tl.float32), PRECISION, EMULATED)
+        if DIM_B:
+            q_tile_b = load_rows(q_at + DIM, columns, q_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
+            x = dot(k_b, tl.trans(q_tile_b), x, PRECISION, EMULATED)
+        if V_DIM_B:
+            d_o_tile_b = load_rows(d_o_at + V_DIM, columns, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            d_p = dot(v_b, tl.trans(d_o_tile_b), d_p, PRECISION, EMULATED)
+        bend = 1.0
+        if MODIFIED:
+            x, bend = modify(x, scale, softcap, SOFTCAP)
+            if BIAS:
+                exists = (queries[None, :] < seqlen_q) & (rows[:, None] < seqlen_k)
+                where = bias + head.to(tl.int64) * bias_head + queries[None, :] * bias_row + rows[:, None] * bias_column
+                x += tl.load(where, mask=exists, other=0.0).to(tl.float32)
+            if ALIBI:
+                diagonal = shift
+                if DIAGONALS:
+                    diagonal = tl.load(diagonals + queries, mask=queries < seqlen_q, other=0)[None, :]
+                x -= tl.load(slopes + head) * distance(queries[None, :], rows[:, None], diagonal)
+            factor = LOG2E
+        else:
+            factor = scale * LOG2E
+        p = tl.math.exp2(x * factor - lse_columns[None, :])
+        if MASKED:
+            if MASK == "tiles":
+                sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), TILE_N, TILE_M)
+            else:
+                sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+            p = tl.where(sees, p, 0.0)
+        dropped = p
+        if DROPOUT:
+            blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
+            keep = tl.trans(kept(queries, blocks, pair + head, seed, offset, threshold, TILE_M, TILE_N // 4))
+            dropped = tl.where(keep, p, 0.0)
+            d_p = tl.where(keep, d_p * keep_scale, 0.0)
+        dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
+        d_v = dot(dropped, d_o_tile, d_v, PRECISION, EMULATED)
+        if V_DIM_B:
+            d_v_b = dot(dropped, d_o_tile_b, d_v_b, PRECISION, EMULATED)
+        d_s = p * (d_p - delta_columns[None, :])
+        if SOFTCAP:
+            d_s *= bend
+        if MASKED:
+            d_s = tl.where(sees, d_s, 0.0)
+        d_s = narrow(d_s, q.dtype.element_ty, EMULATED)
+        d_k = dot(d_s, q_tile, d_k, PRECISION, EMULATED)
+        if DIM_B:
+            d_k_b = dot(d_s, q_tile_b, d_k_b, PRECISION, EMULATED)
+    return d_k, d_k_b, d_v, d_v_b
+
+
+@triton.jit
+def dkdv(
+    q, k, v, d_o, d_k, d_v, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+    row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
+    scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
+    seed, offset, threshold, keep_scale,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
+
+    Grid: n_tiles * batch * heads / GROUP.
+    """
+    pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles  # under a causal mask the first tiles of keys take longest
+    heads_k = heads // GROUP
+    b, head_k = pair_k // heads_k, pair_k % heads_k
+    if MASK == "tiles":
+        n = tl.load(order + n_tiles - 1 - n)
+    pair = b * heads + head_k * GROUP  # the first query head
+    row = tl.arange(0, TILE_N)
+    rows, limit = n * TILE_N + row, seqlen_k - n * TILE_N
+    k += b.to(tl.int64) * k_batch + head_k.to(tl.int64) * k_head + (n * TILE_N).to(tl.int64) * k_row
+    v += b.to(tl.int64) * v_batch + head_k.to(tl.int64) * v_head + (n * TILE_N).to(tl.int64) * v_row
+    q += b.to(tl.int64) * q_batch + (head_k * GROUP).to(tl.int64) * q_head
+    d_o += b.to(tl.int64) * d_o_batch + (head_k * GROUP).to(tl.int64) * d_o_head
+    dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    k_tile = load_rows(k, row, k_row, dims, limit, 0 if DIM_B else CUT, True)
+    k_tile_b = load_rows(k + DIM, row, k_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else k_tile
+    v_tile = load_rows(v, row, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
+    v_tile_b = load_rows(v + V_DIM, row, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else v_tile
+    d_k_acc, d_v_acc = tl.zeros([TILE_N, DIM], tl.float32), tl.zeros([TILE_N, V_DIM], tl.float32)
+    d_k_acc_b = tl.zeros([TILE_N, DIM_B if DIM_B else 16], tl.float32)
+    d_v_acc_b = tl.zeros([TILE_N, V_DIM_B if V_DIM_B else 16], tl.float32)
+    if ALIBI:
+        slopes += b * slopes_batch + head_k * GROUP
+    if BIAS:
+        bias += b.to(tl.int64) * bias_batch + (head_k * GROUP).to(tl.int64) * bias_head
+    if MASK == "tiles":
+        for head in range(0, GROUP):
+            span = spans + (tl.load(planes + pair + head) * n_tiles + n) * 3
+            for r in range(tl.load(span), tl.load(span + 2)):
+                first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
+                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
+                    d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q + tl.cast(head, tl.int64) * q_head,
+                    d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
+                    rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes, diagonals, shift,
+                    bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
+                    seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M,
+                    TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+                )  # fmt: skip
+    else:
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+        first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
+        d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
+            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
+            d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
+            stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset,
+            threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
+            V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+        d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
+            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
+            d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
+            slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
+            False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
+            PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+    d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
+    d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
+    store_rows(d_k, d_k_acc * scale, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
+    store_rows(d_v, d_v_acc * keep_scale, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
+    if DIM_B:
+        store_rows(d_k + DIM, d_k_acc_b * scale, row, d_k_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
+    if V_DIM_B:
+        store_rows(d_v + V_DIM, d_v_acc_b * keep_scale, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)

@@ -1,0 +1,152 @@
+"""The forward pass: a program owns a tile of queries, and walks over the tiles of keys that it sees.
+
+O and LSE by the online softmax of FlashAttention-2 (Dao, 2023, Algorithm 1), with scores in base 2. Tiles that need a mask come first.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
+from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, kept, modify
+from tilewise.backends.triton.kernels.visible import by_table, interval, walk
+
+
+@triton.jit
+def _visit(
+    acc, acc_b, total, top, q, q_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, ref, bands, bitmaps, first, count, left, skip,
+    scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+    MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state after `count` more tiles of keys, from `first` on; `skip` tiles are left out behind the first `left` ones."""
+    columns = tl.arange(0, TILE_N)
+    dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    for i in tl.range(0, count, num_stages=STAGES):
+        n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
+        keys, limit = n + columns, seqlen_k - n
+        k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
+        k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
+        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        if DIM_B:
+            x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, PRECISION, EMULATED)
+        if MODIFIED:
+            x, _ = modify(x, scale, softcap, SOFTCAP)
+            if BIAS:
+                exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
+                x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
+            if ALIBI:
+                x -= slope * distance(rows[:, None], keys[None, :], diagonal)
+            factor = LOG2E
+        else:
+            factor = scale * LOG2E
+        if MASKED:
+            if MASK == "tiles":
+                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), TILE_M, TILE_N)
+            else:
+                sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+            x = tl.where(sees, x, float("-inf"))
+        higher = tl.maximum(top, tl.max(x, 1) * factor)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.math.exp2(x * factor - safe[:, None])
+        fading = tl.math.exp2(top - safe)
+        total = total * fading + tl.sum(p, 1)
+        top = higher
+        if DROPOUT:
+            blocks = n // 4 + tl.arange(0, TILE_N // 4)
+            p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), p, 0.0)
+        p = narrow(p, v.dtype.element_ty, EMULATED)
+        acc = acc * fading[:, None]
+        acc = dot(p, load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED), acc, PRECISION, EMULATED)
+        if V_DIM_B:
+            acc_b = acc_b * fading[:, None]
+            v_tile = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            acc_b = dot(p, v_tile, acc_b, PRECISION, EMULATED)
+    return acc, acc_b, total, top
+
+
+@triton.jit
+def forward(
+    q, k, v, o, lse, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
+    scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink,
+    seed, offset, threshold, keep_scale,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    SINK: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr,
+    EMULATED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """O (batch, seqlen_q, heads, head_dim_v) and LSE (batch, heads, seqlen_q). Grid: m_tiles * batch * heads."""
+    pair = tl.program_id(0) // m_tiles
+    m = m_tiles - 1 - tl.program_id(0) % m_tiles  # under a causal mask the last tiles of queries take longest
+    b, h = pair // heads, pair % heads
+    if MASK == "tiles":
+        m = tl.load(order + m)
+    row = tl.arange(0, TILE_M)
+    rows = m * TILE_M + row
+    q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
+    k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
+    v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
+    dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
+    q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
+    q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
+    acc = tl.zeros([TILE_M, V_DIM], tl.float32)
+    acc_b = tl.zeros([TILE_M, V_DIM_B if V_DIM_B else 16], tl.float32)
+    total = tl.zeros([TILE_M], tl.float32)
+    top = tl.full([TILE_M], float("-inf"), tl.float32)
+    slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
+    diagonal = shift
+    if DIAGONALS:
+        diagonal = tl.load(diagonals + rows, mask=rows < seqlen_q, other=0)[:, None]
+    if BIAS:
+        bias += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+    if MASK == "tiles":
+        span = spans + (tl.load(planes + pair) * m_tiles + m) * 3
+        for r in range(tl.load(span), tl.load(span + 1)):
+            first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
+            acc, acc_b, total, top = _visit(
+                acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, ref, bands, bitmaps,
+                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+                True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION,
+                EMULATED, STAGES,
+            )  # fmt: skip
+        for r in range(tl.load(span + 1), tl.load(span + 2)):
+            first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
+            acc, acc_b, total, top = _visit(
+                acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, 0, bands, bitmaps,
+                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+                False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION,
+                EMULATED, STAGES,
+            )  # fmt: skip
+    else:
+        begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
+        first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
+        acc, acc_b, total, top = _visit(
+            acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
+            first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
+            pair, seed, offset, threshold, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
+            V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+        acc, acc_b, total, top = _visit(
+            acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
+            free, stop - free, stop - free, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
+            pair, seed, offset, threshold, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
+            V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        )  # fmt: skip
+    if SINK:
+        more = tl.load(sink + h).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, more)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        fading = tl.math.exp2(top - safe)
+        total = total * fading + tl.math.exp2(more - safe)
+        acc = acc * fading[:, None]
+        acc_b = acc_b * fading[:, None]
+        top = higher
+    seen = total != 0.0
+    share = tl.where(seen, keep_scale / tl.where(seen, total, 1.0), 0.0)[:, None]
+    natural = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
+    tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
+    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+    store_rows(o, acc * share, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
+    if V_DIM_B:
+        store_rows(o + V_DIM, acc_b * share, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)

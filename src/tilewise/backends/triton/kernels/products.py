@@ -1,0 +1,61 @@
+"""Products of tiles, and numbers in 16 bits."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
+    """a b + acc, in fp32. EMULATED: in Triton's interpreter, which multiplies the bits of bf16 as integers."""
+    if EMULATED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr, EMULATED: tl.constexpr):
+    """fp32 in another dtype, rounded to nearest even; the interpreter cuts bf16's bits off, and is given numbers that lose nothing."""
+    if EMULATED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def load_rows(at, rows, stride, columns, limit, COLUMNS: tl.constexpr, TAIL: tl.constexpr):
+    """A tile (rows, columns) of a matrix whose rows are `stride` elements apart: those below `limit`, where TAIL says that some may not be.
+
+    COLUMNS: how many columns exist, if fewer than the tile's; 0 where all do.
+    """
+    where = at + rows[:, None] * stride + columns[None, :]
+    if TAIL and COLUMNS:
+        return tl.load(where, mask=(rows[:, None] < limit) & (columns[None, :] < COLUMNS), other=0.0)
+    if TAIL:
+        return tl.load(where, mask=rows[:, None] < limit, other=0.0)
+    if COLUMNS:
+        return tl.load(where, mask=columns[None, :] < COLUMNS, other=0.0)
+    return tl.load(where)
+
+
+@triton.jit
+def load_columns(at, rows, stride, columns, limit, COLUMNS: tl.constexpr, TAIL: tl.constexpr):
+    """The same tile transposed, (columns, rows)."""
+    where = at + rows[None, :] * stride + columns[:, None]
+    if TAIL and COLUMNS:
+        return tl.load(where, mask=(rows[None, :] < limit) & (columns[:, None] < COLUMNS), other=0.0)
+    if TAIL:
+        return tl.load(where, mask=rows[None, :] < limit, other=0.0)
+    if COLUMNS:
+        return tl.load(where, mask=columns[:, None] < COLUMNS, other=0.0)
+    return tl.load(where)
+
+
+@triton.jit
+def store_rows(at, x, rows, stride, columns, limit, COLUMNS: tl.constexpr, EMULATED: tl.constexpr):
+    """Write a tile in the matrix's dtype, without rows from `limit` on and columns from COLUMNS on (0: all columns exist)."""
+    exists = rows[:, None] < limit
+    if COLUMNS:
+        exists = exists & (columns[None, :] < COLUMNS)
+    tl.store(at + rows[:, None] * stride + columns[None, :], narrow(x, at.dtype.element_ty, EMULATED), mask=exists)

@@ -1,0 +1,43 @@
+"""From products of queries and keys to what the softmax sees, and back: scale, softcap, bias, ALiBi, dropout."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """By exp2; by its series where that loses digits."""
+    magnitude = tl.abs(x)
+    far = 1.0 - 2.0 / (1.0 + tl.math.exp2(magnitude * (2.0 * LOG2E)))
+    square = x * x
+    near = magnitude * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * (-0.053968254 + square * 0.021869488))))
+    y = tl.where(magnitude < 0.25, near, far)
+    return tl.where(x < 0.0, -y, y)
+
+
+@triton.jit
+def distance(rows, columns, diagonal):
+    """|row + diagonal - column| in fp32; diagonal as `rows`, or one number."""
+    return tl.abs(rows + diagonal - columns).to(tl.float32)
+
+
+@triton.jit
+def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
+    """q.k as a score before bias and ALiBi, and the softcap's derivative."""
+    if SOFTCAP:
+        t = tanh(s * (scale / softcap))
+        return t * softcap, 1.0 - t * t
+    return s * scale, 1.0
+
+
+@triton.jit
+def kept(rows, blocks, pair, seed, offset, threshold, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which pairs dropout keeps, bool (ROWS, 4 BLOCKS), of query rows and of blocks of four keys; pair: number of batch entry and head."""
+    zero = tl.zeros([ROWS, BLOCKS], tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        seed, blocks[None, :].to(tl.uint32) + zero, rows[:, None].to(tl.uint32) + zero, pair.to(tl.uint32) + zero, offset + zero
+    )
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)) >= threshold

@@ -1,0 +1,61 @@
+"""Which pairs of a tile are visible, and which tiles a row of tiles visits.
+
+MASK is one of
+- "band": each row sees an interval of columns, from six numbers (tables/band.py), lengths among them;
+- "varlen": each row's interval is read from a table (documents.py);
+- "tiles": the tiles of each row of tiles are listed (tables/runs.py), and a tile is masked by a band or by a bitmap.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def interval(rows, limit, ends, row0, row1, column0, column1, low, high, MASK: tl.constexpr):
+    """Each row sees the columns begin <= j < end; of `limit` rows."""
+    if MASK == "varlen":
+        begin = tl.load(ends + rows, mask=rows < limit, other=0)
+        end = tl.load(ends + limit + rows, mask=rows < limit, other=0)
+    else:
+        begin = tl.maximum(rows + low, column0)
+        end = tl.minimum(rows + high + 1, column1)
+        inside = (rows >= row0) & (rows < row1)
+        begin = tl.where(inside, begin, 0)
+        end = tl.where(inside, end, 0)
+    return begin, end
+
+
+@triton.jit
+def walk(begin, end, rows, limit, TILE: tl.constexpr):
+    """Tiles of TILE columns: some row sees something of first <= n < last; of those every row sees all of free <= n < stop.
+
+    The tiles outside [free, stop) have to be masked.
+    """
+    sees = begin < end
+    far = 1 << 30
+    first = tl.min(tl.where(sees, begin, far), 0) // TILE
+    last = (tl.max(tl.where(sees, end, 0), 0) + TILE - 1) // TILE
+    first = tl.minimum(first, last)
+    exists = rows < limit
+    free = (tl.max(tl.where(exists, tl.where(sees, begin, far), 0), 0) + TILE - 1) // TILE
+    stop = tl.min(tl.where(exists, tl.where(sees, end, 0), far), 0) // TILE
+    free = tl.minimum(tl.maximum(free, first), last)
+    stop = tl.minimum(tl.maximum(stop, free), last)
+    return first, last, free, stop
+
+
+@triton.jit
+def by_table(ref, bands, bitmaps, rows, columns, places, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Which pairs of a listed tile are visible, (rows, columns); places: each row's number in its tile."""
+    if ref >= 0:
+        bits = tl.arange(0, TILE)
+        words = tl.load(bitmaps + (ref * ROWS + places)[:, None] * 4 + (bits // 32)[None, :])
+        sees = ((words >> (bits % 32)[None, :]) & 1) != 0
+    else:
+        at = bands + (-1 - ref) * 6
+        row0, row1 = tl.load(at), tl.load(at + 1)
+        begin = tl.maximum(rows + tl.load(at + 4), tl.load(at + 2))
+        end = tl.minimum(rows + tl.load(at + 5) + 1, tl.load(at + 3))
+        inside = (rows >= row0) & (rows < row1)
+        sees = inside[:, None] & (columns[None, :] >= begin[:, None]) & (columns[None, :] < end[:, None])
+    return sees

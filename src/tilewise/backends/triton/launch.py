@@ -1,0 +1,92 @@
+"""From a kernel and its constants to something that can be launched, or looked at without a GPU.
+
+Triton's own way of calling a kernel looks at every argument of every call, and compiles anew for a length of 1 or a multiple of 16. Here a kernel has
+one signature, by the names of its parameters, whatever the lengths; only what is aligned to 16 bytes is told to the compiler.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.compiler import ASTSource
+
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.targets import Target
+
+NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.int32: "i32",
+}
+OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"  # of the call's own dtype, where `dtypes` says nothing else
+POINTERS = {"bias": None, "d_bias": None, "sink": None} | dict.fromkeys(OPERANDS)
+POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
+POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "keys", "queries"), "*i32")
+POINTERS |= dict.fromkeys(("cu_q", "cu_k", "lengths", "pages", "entries", "leftpad"), "*i32") | {"tree": "*i8"}
+NUMBERS = {"bias_row": "i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32", "seed": "i64", "offset": "u32", "threshold": "u32"}
+WIDE = "_batch", "_head", "_page"  # ends of the names of strides in 64 bits; all other numbers have 32
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel with all its constants, and the dtypes of those tensors that can have several."""
+
+    function: Callable
+    constants: tuple[tuple[str, object], ...]
+    dtypes: tuple[tuple[str, torch.dtype], ...]
+    config: Config
+    aligned: bool = True  # whether every tensor of OPERANDS begins at a multiple of 16 bytes, and its strides are such
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    def signature(self) -> tuple[dict[str, str], dict]:
+        """The type of every parameter, and which of them are multiples of 16."""
+        dtypes, constants = dict(self.dtypes), dict(self.constants)
+        types, attributes = {}, {}
+        for place, name in enumerate(self.function.arg_names):
+            if name in constants:
+                types[name] = "constexpr"
+            elif name in POINTERS:
+                types[name] = POINTERS[name] or f"*{NAMES[dtypes.get(name, dtypes['q'])]}"
+            else:
+                types[name] = NUMBERS.get(name, "i64" if name.endswith(WIDE) else "i32")
+            stride = any(name.startswith(f"{each}_") for each in OPERANDS) and types[name] in ("i32", "i64")
+            if self.aligned and (name in OPERANDS or stride):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        return types, attributes
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def compiled(kernel: Kernel, target: Target):
+    """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU of the target."""
+    types, attributes = kernel.signature()
+    constants = {name: None if value is None else value for name, value in kernel.constants}
+    source = ASTSource(kernel.function, types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=target.gpu(), options=kernel.config.options(target))
+
+
+def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, object]], None]:
+    """What runs the kernel with a grid of so many programs and arguments by name, on the current device and stream."""
+    types, _ = kernel.signature()
+    known = {name: None if kind.startswith("*") else 0 for name, kind in types.items()} | dict(kernel.constants)
+    if interpreted():
+        return lambda programs, arguments: kernel.function[(programs,)](**known | _of(arguments, known))
+    loaded = compiled(kernel, target)
+    return lambda programs, arguments: loaded[(programs, 1, 1)](*[arguments.get(name, value) for name, value in known.items()])
+
+
+def _of(arguments: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in arguments.items() if name in names}
