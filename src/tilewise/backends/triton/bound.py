@@ -14,10 +14,11 @@ from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import tables
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.kernels import backward, forward
+from tilewise.backends.triton.kernels import backward, forward, repair
+from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.kernels import documents as document_kernels
-from tilewise.backends.triton.launch import OPERANDS, Kernel, interpreted, launcher
-from tilewise.backends.triton.targets import Target, of_device
+from tilewise.backends.triton.launch import Kernel, interpreted, launcher
+from tilewise.backends.triton.targets import of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Unread
 from tilewise.masks.mask import Plane
@@ -107,7 +108,9 @@ class Bound:
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
         self.flags = _flags(call)
-        self.dtypes = tuple((name, x.dtype) for name, x in (("q", call.q), ("bias", call.bias), ("sink", call.sink)) if x is not None)
+        self.dtypes = tuple(
+            (name, x.dtype) for name, x in (("q", call.q), ("bias", call.bias), ("d_bias", call.bias), ("sink", call.sink)) if x is not None
+        )
         self.strided = all(_wide(x) for x in (call.q, call.k, call.v))
         self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
         if call.diagonal is not None:
@@ -161,7 +164,24 @@ class Bound:
             self.run(forward.forward, self.config, self.visible.kind, operands, SINK=sink is not None)(
                 tiles * self.batch * self.heads, arguments
             )
+            self.repair_rows(self.config, self.visible, {"q": q, "k": k, "v": v, "x": o}, arguments, tiles)
         return o, lse
+
+    def repair_rows(self, config: configs.Config, visible: Visible, operands: Mapping[str, Tensor], arguments: Mapping, tiles: int) -> None:
+        """Mend O, or dQ where dO is among the operands, x among them; the other arguments are as of the kernel that wrote it."""
+        found = self.widths | {"GRADIENT": "d_o" in operands, "SINK": arguments.get("sink") is not None}
+        strides = dict(zip(("x_batch", "x_row", "x_head"), operands["x"].stride(), strict=False))
+        run = self.run(repair.repair_rows, config, visible.kind, operands, **found)
+        run(tiles * self.batch * self.heads, {**arguments, **strides, "x": operands["x"]})
+
+    @functools.cached_property
+    def widths(self) -> dict[str, int]:
+        """head_dim and head_dim_v in one tile each, and how many columns exist of it."""
+        found = {}
+        for prefix, dim in (("", self.like.head_dim), ("V_", self.like.head_dim_v)):
+            width = configs.power(dim)
+            found |= {f"{prefix}WIDTH": width, f"{prefix}COLUMNS": dim % width}
+        return found
 
     def backward(
         self,
@@ -229,7 +249,6 @@ class Backward:
         whole = replace(call, **{name: _placed(getattr(call, name), bound.device) for name in "qkv"})
         self.keys = Visible(whole, self.dkdv.tile_m, self.dkdv.tile_n, by_keys=True)
         self.queries = Visible(whole, self.dq.tile_m, self.dq.tile_n)
-        self.dim_v = 1 << max(4, (call.head_dim_v - 1).bit_length())
 
     def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
         """See `Bound.backward`."""
@@ -240,30 +259,45 @@ class Backward:
         check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
         d_q, d_k, d_v = (_new(gradient_like(_on_meta(x)), x.device) for x in (q, k, v))
         delta = torch.empty_like(lse)
-        sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta}
+        sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta, "sink": sink}
         pairs = bound.batch * bound.heads
         m_tiles = -(-call.seqlen_q // ROWS)
         with on(bound.device):
             if pairs * m_tiles:
                 operands = {"o": o, "d_o": d_o}
-                run = bound.run(
-                    backward.prepare, _SMALL, "", operands, V_DIM=self.dim_v, D_LSE=d_lse is not None,
-                    V_COLUMNS=call.head_dim_v if self.dim_v != call.head_dim_v else 0,
-                )  # fmt: skip
+                run = bound.run(backward.prepare, _SMALL, "", operands, D_LSE=d_lse is not None, **bound.widths)
                 d_lse = None if d_lse is None else d_lse.float().contiguous()
                 run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
             n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
             if pairs * n_tiles:
                 operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_k": d_k, "d_v": d_v}
                 arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
-                bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(n_tiles * (pairs // call.group), arguments)
+                programs = n_tiles * (pairs // call.group)
+                bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(programs, arguments)
+                bound.run(repair.repair_columns, self.dkdv, self.keys.kind, operands, **bound.widths)(programs, arguments)
             m_tiles = -(-call.seqlen_q // self.dq.tile_m)
             if pairs * m_tiles:
                 operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_q": d_q}
                 arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
                 bound.run(backward.dq, self.dq, self.queries.kind, operands)(m_tiles * pairs, arguments)
+                bound.repair_rows(self.dq, self.queries, {"q": q, "k": k, "v": v, "d_o": d_o, "x": d_q}, arguments, m_tiles)
+            d_bias = self.of_bias(q, k, v, d_o, sizes, extras) if bias_grad else None
         d_sink = None if sink is None else _of_sink(sink, lse, delta)
-        return d_q, d_k, d_v, None, d_sink
+        return d_q, d_k, d_v, d_bias, d_sink
+
+    def of_bias(self, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, sizes: Mapping, extras: tuple[Tensor | None, ...]) -> Tensor:
+        """dBias, shaped as the bias, from what the others take, LSE and delta in `sizes` among it."""
+        bound, (bias, slopes, _, rng, *packed) = self.bound, extras
+        d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+        each = {"EACH_BATCH": bias.shape[0] > 1, "EACH_HEAD": bias.shape[1] > 1, "EACH_ROW": bias.shape[2] > 1}
+        m_tiles, n_tiles = -(-bound.like.seqlen_q // self.dq.tile_m), -(-bound.like.seqlen_k // self.dq.tile_n)
+        programs = n_tiles * (m_tiles if each["EACH_ROW"] else 1) * bias.shape[0] * bias.shape[1]
+        if programs:
+            operands = {"q": q, "k": k, "v": v, "d_o": d_o}
+            more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
+            arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])
+            bound.run(bias_kernels.dbias, self.dq, self.queries.kind, operands, **each)(programs, arguments)
+        return d_bias
 
 
 def _of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

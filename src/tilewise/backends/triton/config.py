@@ -34,14 +34,17 @@ MOST_DIM = 256
 
 def parts(dim: int) -> Parts:
     """The parts of a head_dim up to 2 MOST_DIM."""
-    whole = max(LEAST_DIM, 1 << (dim - 1).bit_length())
-    if whole <= MOST_DIM and 8 * (whole - dim) <= whole or whole == LEAST_DIM:
-        return Parts(whole, 0, dim if whole != dim else 0)
+    whole = power(dim)
     first = whole // 2
-    second = max(LEAST_DIM, 1 << (dim - first - 1).bit_length())
-    if first + second >= whole and whole <= MOST_DIM:
-        return Parts(whole, 0, dim if whole != dim else 0)
-    return Parts(first, second, dim - first if second != dim - first else 0)
+    second = power(dim - first)
+    if whole <= MOST_DIM and (8 * (whole - dim) <= whole or first + second == whole):
+        return Parts(whole, 0, dim % whole)
+    return Parts(first, second, (dim - first) % second)
+
+
+def power(dim: int) -> int:
+    """The smallest power of two that holds it and that a product of tiles takes."""
+    return max(LEAST_DIM, 1 << (dim - 1).bit_length())
 
 
 def head_class(head_dim: int, head_dim_v: int) -> int:

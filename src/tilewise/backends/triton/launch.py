@@ -24,7 +24,7 @@ NAMES = {
     torch.int8: "i8",
     torch.int32: "i32",
 }
-OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v"  # of the call's own dtype, where `dtypes` says nothing else
+OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x"  # of the call's own dtype, where `dtypes` says nothing else
 POINTERS = {"bias": None, "d_bias": None, "sink": None} | dict.fromkeys(OPERANDS)
 POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
 POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "keys", "queries"), "*i32")

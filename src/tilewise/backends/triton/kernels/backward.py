@@ -1,7 +1,7 @@
 """The gradients of Q, K and V: `prepare` has delta, `dkdv` owns tiles of keys, `dq` tiles of queries.
 
-Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023, section 3.1, whose
-one kernel adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come out of a product.
+Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023, section 3.1,
+has one kernel, which adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come out of a product.
 """
 
 import triton
@@ -15,12 +15,12 @@ from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 @triton.jit
 def prepare(
     o, d_o, d_lse, delta, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
-    TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr,
+    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Grid: m_tiles * batch * heads."""
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
     b, h = pair // heads, pair % heads
-    row, dims = tl.arange(0, TILE_M), tl.arange(0, V_DIM)
+    row, dims = tl.arange(0, TILE_M), tl.arange(0, V_WIDTH)
     rows, limit = m * TILE_M + row, seqlen_q - m * TILE_M
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
@@ -34,9 +34,36 @@ def prepare(
 
 
 @triton.jit
-def in_base_2(lse):
-    """LSE to subtract from scores in base 2; rows that see nothing get +inf, and so probabilities of 0."""
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+def probability(x, lse, scale, MODIFIED: tl.constexpr):
+    """exp(score - LSE) of q.k, or of a MODIFIED score; rows that see nothing have an LSE of -inf, and probabilities of 0."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    return tl.math.exp2((x - lse) * LOG2E) if MODIFIED else tl.math.exp2(x * (scale * LOG2E) - lse * LOG2E)
+
+
+@triton.jit
+def d_scores(
+    x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
+    seed, offset, threshold, keep_scale,
+    MASKED: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """dS of a tile (queries, keys) from the products q.k and dO.v: P (dP - delta), 0 where hidden; CAPPED: before the softcap, without scale."""
+    bend = 1.0
+    if MODIFIED:
+        x, bend = modify(x, scale, softcap, SOFTCAP)
+        if BIAS:
+            exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
+            x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
+        if ALIBI:
+            x -= slope * distance(rows[:, None], keys[None, :], diagonal)
+    p = probability(x, lse[:, None], scale, MODIFIED)
+    if DROPOUT:
+        blocks = tl.min(keys, 0) // 4 + tl.arange(0, TILE_N // 4)
+        d_p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), d_p * keep_scale, 0.0)
+    d_s = p * (d_p - delta[:, None])
+    if SOFTCAP and CAPPED:
+        d_s *= bend
+    return tl.where(sees, d_s, 0.0) if MASKED else d_s
 
 
 @triton.jit
@@ -63,30 +90,14 @@ def _visit_keys(
         if V_DIM_B:
             v_tile_b = load_columns(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
             d_p = dot(d_o_b, v_tile_b, d_p, PRECISION, EMULATED)
-        bend = 1.0
-        if MODIFIED:
-            x, bend = modify(x, scale, softcap, SOFTCAP)
-            if BIAS:
-                exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
-                x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
-            if ALIBI:
-                x -= slope * distance(rows[:, None], keys[None, :], diagonal)
-            factor = LOG2E
+        if MASK == "tiles" and MASKED:
+            sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M)
         else:
-            factor = scale * LOG2E
-        p = tl.math.exp2(x * factor - lse[:, None])
-        if DROPOUT:
-            blocks = n // 4 + tl.arange(0, TILE_N // 4)
-            d_p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), d_p * keep_scale, 0.0)
-        d_s = p * (d_p - delta[:, None])
-        if SOFTCAP:
-            d_s *= bend
-        if MASKED:
-            if MASK == "tiles":
-                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), TILE_M, TILE_N)
-            else:
-                sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
-            d_s = tl.where(sees, d_s, 0.0)
+            sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+        d_s = d_scores(
+            x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
+            seed, offset, threshold, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
+        )  # fmt: skip
         d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
         acc = dot(d_s, k_tile, acc, PRECISION, EMULATED)
         if DIM_B:
@@ -123,7 +134,7 @@ def dq(
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
     at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = in_base_2(tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")))
+    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
     delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
@@ -197,7 +208,6 @@ def _visit_queries(
             delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0)
         else:
             lse_columns, delta_columns = tl.load(lse + at), tl.load(delta + at)
-        lse_columns = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns * LOG2E)
         q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), PRECISION, EMULATED)
         d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
@@ -220,13 +230,10 @@ def _visit_queries(
                 if DIAGONALS:
                     diagonal = tl.load(diagonals + queries, mask=queries < seqlen_q, other=0)[None, :]
                 x -= tl.load(slopes + head) * distance(queries[None, :], rows[:, None], diagonal)
-            factor = LOG2E
-        else:
-            factor = scale * LOG2E
-        p = tl.math.exp2(x * factor - lse_columns[None, :])
+        p = probability(x, lse_columns[None, :], scale, MODIFIED)
         if MASKED:
             if MASK == "tiles":
-                sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), TILE_N, TILE_M)
+                sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N)
             else:
                 sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
             p = tl.where(sees, p, 0.0)

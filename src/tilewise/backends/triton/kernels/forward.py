@@ -1,6 +1,6 @@
 """The forward pass: a program owns a tile of queries, and walks over the tiles of keys that it sees.
 
-O and LSE by the online softmax of FlashAttention-2 (Dao, 2023, Algorithm 1), with scores in base 2. Tiles that need a mask come first.
+O and LSE by the online softmax of FlashAttention-2 (Dao, 2023, Algorithm 1), with exponentials of 2. Tiles that need a mask come first.
 """
 
 import triton
@@ -37,19 +37,22 @@ def _visit(
                 x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
             if ALIBI:
                 x -= slope * distance(rows[:, None], keys[None, :], diagonal)
-            factor = LOG2E
-        else:
-            factor = scale * LOG2E
         if MASKED:
             if MASK == "tiles":
-                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), TILE_M, TILE_N)
+                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M)
             else:
                 sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
             x = tl.where(sees, x, float("-inf"))
-        higher = tl.maximum(top, tl.max(x, 1) * factor)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.math.exp2(x * factor - safe[:, None])
-        fading = tl.math.exp2(top - safe)
+        if MODIFIED:  # in natural units: a bias may be as low as fp32 goes
+            higher = tl.maximum(top, tl.max(x, 1))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.math.exp2((x - safe[:, None]) * LOG2E)
+            fading = tl.math.exp2((top - safe) * LOG2E)
+        else:
+            higher = tl.maximum(top, tl.max(x, 1) * (scale * LOG2E))
+            safe = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.math.exp2(x * (scale * LOG2E) - safe[:, None])
+            fading = tl.math.exp2(top - safe)
         total = total * fading + tl.sum(p, 1)
         top = higher
         if DROPOUT:
@@ -133,18 +136,20 @@ def forward(
             pair, seed, offset, threshold, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
             V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
         )  # fmt: skip
+    if not MODIFIED:
+        top = top * LN2
     if SINK:
-        more = tl.load(sink + h).to(tl.float32) * LOG2E
+        more = tl.load(sink + h).to(tl.float32)
         higher = tl.maximum(top, more)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fading = tl.math.exp2(top - safe)
-        total = total * fading + tl.math.exp2(more - safe)
+        fading = tl.math.exp2((top - safe) * LOG2E)
+        total = total * fading + tl.math.exp2((more - safe) * LOG2E)
         acc = acc * fading[:, None]
         acc_b = acc_b * fading[:, None]
         top = higher
     seen = total != 0.0
     share = tl.where(seen, keep_scale / tl.where(seen, total, 1.0), 0.0)[:, None]
-    natural = tl.where(seen, (top + tl.math.log2(tl.where(seen, total, 1.0))) * LN2, float("-inf"))
+    natural = tl.where(seen, top + tl.math.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
     tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     store_rows(o, acc * share, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)

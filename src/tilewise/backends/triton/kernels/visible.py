@@ -45,10 +45,9 @@ def walk(begin, end, rows, limit, TILE: tl.constexpr):
 
 
 @triton.jit
-def by_table(ref, bands, bitmaps, rows, columns, places, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Which pairs of a listed tile are visible, (rows, columns); places: each row's number in its tile."""
+def by_table(ref, bands, bitmaps, rows, columns, places, bits, ROWS: tl.constexpr):
+    """Which pairs of a listed tile are visible, (rows, columns); places, bits: each row's and column's number in the tile, of ROWS rows."""
     if ref >= 0:
-        bits = tl.arange(0, TILE)
         words = tl.load(bitmaps + (ref * ROWS + places)[:, None] * 4 + (bits // 32)[None, :])
         sees = ((words >> (bits % 32)[None, :]) & 1) != 0
     else:

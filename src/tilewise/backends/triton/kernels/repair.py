@@ -1,0 +1,207 @@
+"""Sums again that a hidden NaN has reached, pair by pair.
+
+A product of tiles multiplies hidden values by probabilities of 0, which a NaN or an infinity does not forgive. These kernels read what the others wrote,
+and return at once where no NaN is; else they compute the program's rows once more from the pairs that are visible, and put them in place of the NaN.
+What the formula itself makes NaN stays so.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.kernels.backward import probability
+from tilewise.backends.triton.kernels.products import load_rows, store_rows
+from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
+from tilewise.backends.triton.kernels.visible import by_table, interval, walk
+
+
+@triton.jit
+def _kept_of(rows, key, pair, seed, offset, threshold, ROWS: tl.constexpr):
+    """Whether dropout keeps one key of each row, (ROWS,)."""
+    block = kept(rows, tl.zeros([1], tl.int32) + key // 4, pair, seed, offset, threshold, ROWS, 1)
+    return tl.sum(tl.where(tl.arange(0, 4)[None, :] == key % 4, block.to(tl.int32), 0), 1) > 0
+
+
+@triton.jit
+def _weights(
+    q, k, v, d_o, lse, delta, queries, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, kept,
+    keep_scale,
+    GRADIENT: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """P, P after dropout and, with GRADIENT, dS, of pairs of rows of q and k, of which one is a single row."""
+    x = tl.sum(q * k, 1)
+    bend = 1.0
+    if MODIFIED:
+        x, bend = modify(x, scale, softcap, SOFTCAP)
+        if BIAS:
+            exists = (queries < seqlen_q) & (keys < seqlen_k)
+            x += tl.load(bias + queries * bias_row + keys * bias_column, mask=exists, other=0.0).to(tl.float32)
+        if ALIBI:
+            x -= slope * distance(queries, keys, diagonal)
+    p = probability(x, lse, scale, MODIFIED)
+    dropped, d_s = p, p
+    if DROPOUT:
+        dropped = tl.where(kept, p * keep_scale, 0.0)
+    if GRADIENT:
+        d_p = tl.sum(d_o * v, 1)
+        if DROPOUT:
+            d_p = tl.where(kept, d_p * keep_scale, 0.0)
+        d_s = p * (d_p - delta)
+        if SOFTCAP:
+            d_s *= bend
+    return p, dropped, d_s
+
+
+@triton.jit
+def repair_rows(
+    q, k, v, d_o, x, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
+    x_batch, x_head, x_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
+    ends, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
+    bias, bias_batch, bias_head, bias_row, bias_column, sink, seed, offset, threshold, keep_scale,
+    GRADIENT: tl.constexpr, SINK: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+    DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """x is O or, with GRADIENT, dQ. WIDTH: a power of two that holds head_dim, COLUMNS: head_dim, if it is none. Grid: m_tiles * batch * heads."""
+    pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
+    b, h = pair // heads, pair % heads
+    row = tl.arange(0, TILE_M)
+    rows, limit, at_m = m * TILE_M + row, seqlen_q - m * TILE_M, (m * TILE_M).to(tl.int64)
+    dims, v_dims = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
+    own, own_dims, own_columns = (dims, WIDTH, COLUMNS) if GRADIENT else (v_dims, V_WIDTH, V_COLUMNS)
+    x += b.to(tl.int64) * x_batch + h.to(tl.int64) * x_head + at_m * x_row
+    at = pair.to(tl.int64) * seqlen_q + rows
+    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    old = load_rows(x, row, x_row, own, limit, own_columns, True).to(tl.float32)
+    spoiled = (old != old) & (lse_rows == lse_rows)[:, None]
+    if tl.max(spoiled.to(tl.int32)) > 0:
+        q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + at_m * q_row
+        k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
+        v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
+        q_tile = load_rows(q, row, q_row, dims, limit, COLUMNS, True).to(tl.float32)
+        d_o_tile, delta_rows = q_tile, lse_rows
+        if GRADIENT:
+            d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + at_m * d_o_row
+            d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
+            delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+        slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
+        diagonal = shift
+        if DIAGONALS:
+            diagonal = tl.load(diagonals + rows, mask=rows < seqlen_q, other=0)
+        if BIAS:
+            bias += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
+        begin, end, r_first, r_last, r_free = rows, rows, 0, 1, 1
+        if MASK == "tiles":
+            span = spans + (tl.load(planes + pair) * m_tiles + m) * 3
+            r_first, r_free, r_last = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+        else:
+            begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
+        acc, total = tl.zeros([TILE_M, own_dims], tl.float32), tl.zeros([TILE_M], tl.float32)
+        for r in range(r_first, r_last):
+            if MASK == "tiles":
+                j_first, j_last = tl.load(runs + r * 4) * TILE_N, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_N, seqlen_k)
+                ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
+            else:
+                first, last, _, _ = walk(begin, end, rows, seqlen_q, TILE_N)
+                j_first, j_last = first * TILE_N, tl.minimum(last * TILE_N, seqlen_k)
+            for j in range(j_first, j_last):
+                key = tl.zeros([1], tl.int32) + j
+                if MASK == "tiles":
+                    sees = tl.sum(by_table(ref, bands, bitmaps, rows, key, row, key % TILE_N, TILE_M).to(tl.int32), 1) > 0
+                else:
+                    sees = (j >= begin) & (j < end)
+                k_tile = load_rows(k + tl.cast(j, tl.int64) * k_row, key - j, k_row, dims, 1, COLUMNS, False).to(tl.float32)
+                v_tile = load_rows(v + tl.cast(j, tl.int64) * v_row, key - j, v_row, v_dims, 1, V_COLUMNS, False).to(tl.float32)
+                keep = _kept_of(rows, j, pair, seed, offset, threshold, TILE_M) if DROPOUT else sees
+                p, dropped, d_s = _weights(
+                    q_tile, k_tile, v_tile, d_o_tile, lse_rows, delta_rows, rows, key, seqlen_q, seqlen_k, scale, softcap, slope, diagonal,
+                    bias, bias_row, bias_column, keep, keep_scale, GRADIENT, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+                )  # fmt: skip
+                term = d_s[:, None] * k_tile if GRADIENT else dropped[:, None] * v_tile
+                acc += tl.where(sees[:, None], term, 0.0)
+                total += tl.where(sees, p, 0.0)
+        if SINK:
+            total += tl.math.exp2((tl.load(sink + h).to(tl.float32) - lse_rows) * LOG2E)
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 1, but for LSE's rounding
+        new = tl.where(spoiled, acc * (scale if GRADIENT else 1.0), old)
+        store_rows(x, new, row, x_row, own, limit, own_columns, EMULATED)
+
+
+@triton.jit
+def repair_columns(
+    q, k, v, d_o, d_k, d_v, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+    row0, row1, column0, column1, low, high, ends, spans, runs, bands, bitmaps, planes,
+    scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
+    seed, offset, threshold, keep_scale,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """dK and dV, with the mask's interval and tables as dkdv has them. Grid: n_tiles * batch * heads / GROUP."""
+    pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
+    heads_k = heads // GROUP
+    b, head_k = pair_k // heads_k, pair_k % heads_k
+    row = tl.arange(0, TILE_N)
+    rows, limit, at_n = n * TILE_N + row, seqlen_k - n * TILE_N, (n * TILE_N).to(tl.int64)
+    dims, v_dims = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
+    d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + at_n * d_k_row
+    d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + at_n * d_v_row
+    old_k = load_rows(d_k, row, d_k_row, dims, limit, COLUMNS, True).to(tl.float32)
+    old_v = load_rows(d_v, row, d_v_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
+    spoiled = tl.maximum(tl.max((old_k != old_k).to(tl.int32)), tl.max((old_v != old_v).to(tl.int32)))
+    if spoiled > 0:
+        k += b.to(tl.int64) * k_batch + head_k.to(tl.int64) * k_head + at_n * k_row
+        v += b.to(tl.int64) * v_batch + head_k.to(tl.int64) * v_head + at_n * v_row
+        k_tile = load_rows(k, row, k_row, dims, limit, COLUMNS, True).to(tl.float32)
+        v_tile = load_rows(v, row, v_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
+        acc_k, acc_v = tl.zeros([TILE_N, WIDTH], tl.float32), tl.zeros([TILE_N, V_WIDTH], tl.float32)
+        begin, end = rows, rows
+        if MASK != "tiles":
+            begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+        for head in range(0, GROUP):
+            h = head_k * GROUP + head
+            pair = b * heads + h
+            q_at = q + b.to(tl.int64) * q_batch + tl.cast(h, tl.int64) * q_head
+            d_o_at = d_o + b.to(tl.int64) * d_o_batch + tl.cast(h, tl.int64) * d_o_head
+            slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
+            here = bias
+            if BIAS:
+                here = bias + b.to(tl.int64) * bias_batch + tl.cast(h, tl.int64) * bias_head
+            r_first, r_last, r_free = 0, 1, 1
+            if MASK == "tiles":
+                span = spans + (tl.load(planes + pair) * n_tiles + n) * 3
+                r_first, r_free, r_last = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+            for r in range(r_first, r_last):
+                if MASK == "tiles":
+                    i_first, i_last = tl.load(runs + r * 4) * TILE_M, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_M, seqlen_q)
+                    ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
+                else:
+                    first, last, _, _ = walk(begin, end, rows, seqlen_k, TILE_M)
+                    i_first, i_last = first * TILE_M, tl.minimum(last * TILE_M, seqlen_q)
+                for i in range(i_first, i_last):
+                    query = tl.zeros([1], tl.int32) + i
+                    if MASK == "tiles":
+                        sees = tl.sum(by_table(ref, bands, bitmaps, rows, query, row, query % TILE_M, TILE_N).to(tl.int32), 1) > 0
+                    else:
+                        sees = (i >= begin) & (i < end)
+                    q_tile = load_rows(q_at + tl.cast(i, tl.int64) * q_row, query - i, q_row, dims, 1, COLUMNS, False).to(tl.float32)
+                    d_o_tile = load_rows(d_o_at + tl.cast(i, tl.int64) * d_o_row, query - i, d_o_row, v_dims, 1, V_COLUMNS, False)
+                    d_o_tile = d_o_tile.to(tl.float32)
+                    at = tl.cast(pair, tl.int64) * seqlen_q + i
+                    diagonal = shift
+                    if DIAGONALS:
+                        diagonal = tl.load(diagonals + i)
+                    keep = sees
+                    if DROPOUT:
+                        blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
+                        words = kept(query, blocks, tl.cast(pair, tl.int32), seed, offset, threshold, 1, TILE_N // 4)
+                        keep = tl.sum(words.to(tl.int32), 0) > 0
+                    _, dropped, d_s = _weights(
+                        k_tile, q_tile, d_o_tile, v_tile, tl.load(lse + at), tl.load(delta + at), query, rows, seqlen_q, seqlen_k, scale,
+                        softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI,
+                        DROPOUT,
+                    )  # fmt: skip
+                    acc_k += tl.where(sees[:, None], d_s[:, None] * q_tile, 0.0)
+                    acc_v += tl.where(sees[:, None], dropped[:, None] * d_o_tile, 0.0)
+        store_rows(d_k, tl.where(old_k != old_k, acc_k * scale, old_k), row, d_k_row, dims, limit, COLUMNS, EMULATED)
+        store_rows(d_v, tl.where(old_v != old_v, acc_v, old_v), row, d_v_row, v_dims, limit, V_COLUMNS, EMULATED)
