@@ -17,10 +17,11 @@ def backends() -> tuple[Backend, ...]:
     from tilewise.backends.hopper import Hopper
     from tilewise.backends.reference import Reference
     from tilewise.backends.tiled import Tiled
+    from tilewise.backends.triton import Triton
 
     for sentence in environment.misspelt():
         once.warn(sentence)
-    return (Hopper(), Cpu(), Tiled(), Reference())
+    return (Hopper(), Triton(), Cpu(), Tiled(), Reference())
 
 
 def named(name: str) -> Backend:

@@ -1,12 +1,12 @@
 """The Triton backend: any GPU that Triton compiles for, from one source (kernels/)."""
 
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from tilewise.backends import Backend
+from tilewise.backends.triton import targets
 from tilewise.problem import Call, Gradients, Problem
 
 __all__ = ["Triton"]
@@ -22,16 +22,31 @@ class Triton(Backend):
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
-        if missing := _missing():
-            return [missing]
-        from tilewise.backends.triton.launch import interpreted
-
-        if problem.device != ("cpu" if interpreted() else "cuda"):
+        takes = "cpu" if targets.interpreted() else "cuda"
+        if problem.device != takes:
             return [f"it computes on GPUs, the tensors are on {problem.device}"]
+        if refused := targets.why_not(problem.capability):
+            return [refused]
         reasons = problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
         if max(problem.head_dim, problem.head_dim_v) > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
         return reasons
+
+    def describe(self) -> str:
+        """Triton's version, for `explain` and `doctor`."""
+        if not targets.installed():
+            return ""
+        import triton
+
+        return f"Triton {triton.__version__}"
+
+    def details(self, call: Call) -> list[str]:
+        """The configurations of its kernels, for `explain`."""
+        from tilewise.backends.triton.config import config_of
+
+        target, passes = targets.of_device(call.q.device), ["forward", *(("dkdv", "dq") if call.grad else ())]
+        found = [(name, config_of(target, name, call.q.dtype, call.head_dim, call.head_dim_v)) for name in passes]
+        return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {target.arch}" for name, c in found]
 
     def reads(self, problem: Problem) -> bool:
         """Nothing on the host, of documents either."""
@@ -40,9 +55,8 @@ class Triton(Backend):
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the forward pass."""
         from tilewise.backends.triton.config import config_of
-        from tilewise.backends.triton.targets import of_device
 
-        found = config_of(of_device(call.q.device), "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        found = config_of(targets.of_device(call.q.device), "forward", call.q.dtype, call.head_dim, call.head_dim_v)
         return found.tile_m, found.tile_n
 
     def bind(self, call: Call):
@@ -67,13 +81,3 @@ def _in_rows(call: Call) -> Call:
     """The call with copies of tensors whose rows are not contiguous."""
     scattered = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(call, name)).stride(-1) != 1}
     return replace(call, **scattered) if scattered else call
-
-
-@cache
-def _missing() -> str:
-    """A sentence where Triton is not here."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "it needs Triton, which comes with torch for GPUs on Linux"
-    return ""

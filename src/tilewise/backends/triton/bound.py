@@ -99,10 +99,10 @@ def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.d
 
 
 class Bound:
-    """See `backends.Bound`. Rows of q, k and v are contiguous."""
+    """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py)."""
 
-    def __init__(self, call: Call) -> None:
-        self.target = of_device(call.q.device)
+    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None) -> None:
+        self.target, self.chosen = of_device(call.q.device), chosen or {}
         self.like = replace(
             call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
         )
@@ -115,9 +115,14 @@ class Bound:
         self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
-        self.config = configs.config_of(self.target, "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        self.config = self.config_of("forward")
         self.visible = Visible(call, self.config.tile_m, self.config.tile_n)
         self.back: Backward | None = None
+
+    def config_of(self, purpose: str) -> configs.Config:
+        """Of one pass."""
+        call = self.like
+        return self.chosen.get(purpose) or configs.config_of(self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v)
 
     @property
     def kept(self) -> bool:
@@ -244,8 +249,7 @@ class Backward:
     def __init__(self, bound: Bound) -> None:
         call = bound.like
         self.bound = bound
-        dims = call.q.dtype, call.head_dim, call.head_dim_v
-        self.dkdv, self.dq = (configs.config_of(bound.target, purpose, *dims) for purpose in ("dkdv", "dq"))
+        self.dkdv, self.dq = bound.config_of("dkdv"), bound.config_of("dq")
         whole = replace(call, **{name: _placed(getattr(call, name), bound.device) for name in "qkv"})
         self.keys = Visible(whole, self.dkdv.tile_m, self.dkdv.tile_n, by_keys=True)
         self.queries = Visible(whole, self.dq.tile_m, self.dq.tile_n)

@@ -37,7 +37,7 @@ def parts(dim: int) -> Parts:
     whole = power(dim)
     first = whole // 2
     second = power(dim - first)
-    if whole <= MOST_DIM and (8 * (whole - dim) <= whole or first + second == whole):
+    if whole <= MOST_DIM and (8 * (whole - dim) <= whole or first + second >= whole):
         return Parts(whole, 0, dim % whole)
     return Parts(first, second, (dim - first) % second)
 

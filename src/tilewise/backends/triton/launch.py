@@ -5,7 +5,6 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.targets import Target
+from tilewise.backends.triton.targets import Target, interpreted
 
 NAMES = {
     torch.float32: "fp32",
@@ -64,17 +63,11 @@ class Kernel:
         return types, attributes
 
 
-def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 @functools.cache
 def compiled(kernel: Kernel, target: Target):
     """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU of the target."""
     types, attributes = kernel.signature()
-    constants = {name: None if value is None else value for name, value in kernel.constants}
-    source = ASTSource(kernel.function, types, constexprs=constants, attrs=attributes)
+    source = ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
     return triton.compile(source, target=target.gpu(), options=kernel.config.options(target))
 
 

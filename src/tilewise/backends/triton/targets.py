@@ -1,6 +1,8 @@
 """The GPUs that kernels are compiled for, and what each has."""
 
 import functools
+import importlib.util
+import os
 from typing import NamedTuple
 
 import torch
@@ -57,3 +59,57 @@ def of_device(device: torch.device) -> Target:
         return Target(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
     major, minor = torch.cuda.get_device_capability(device)
     return Target(f"sm_{major}{minor}")
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+LEAST_TRITON = 3, 6
+LEAST_TRITON_OF_BLACKWELL = 3, 9  # before it, products with bounds known at run time differ from run to run
+LEAST_PTXAS = 13, 3  # on Hopper: older ones use a product's operands in registers too early, and give wrong numbers
+
+
+@functools.cache
+def why_not(capability: tuple[int, int] | None) -> str:
+    """A sentence where Triton cannot be used for this machine's GPUs, or not for one of this capability."""
+    if not installed():
+        return "it needs Triton, which comes with torch for GPUs on Linux"
+    import triton
+
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version < LEAST_TRITON:
+        return f"it needs Triton {_text(LEAST_TRITON)} or newer, not {triton.__version__}: pip install --upgrade triton"
+    if torch.version.hip or capability is None:
+        return ""
+    if capability < (8, 0):
+        return f"it needs an NVIDIA GPU from Ampere on (compute capability 8.0), not {_text(capability)}"
+    if capability >= (10, 0) and version < LEAST_TRITON_OF_BLACKWELL:
+        return f"for Blackwell it needs Triton {_text(LEAST_TRITON_OF_BLACKWELL)} or newer, not {triton.__version__}"
+    if capability[0] == 9 and (found := _ptxas_version()) < LEAST_PTXAS:
+        return (
+            f"Triton {triton.__version__} assembles for Hopper by ptxas {_text(found)}, whose products may be wrong: install Triton 3.9, or set "
+            f"TRITON_PTXAS_PATH to the ptxas of CUDA {_text(LEAST_PTXAS)} or newer (in the package nvidia-cuda-nvcc)"
+        )
+    return ""
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _ptxas_version() -> tuple[int, ...]:
+    """Of the assembler that Triton uses for Hopper; (0,) where there is none."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        return tuple(map(int, get_ptxas(90).version.split(".")))
+    except (RuntimeError, AttributeError, ValueError):
+        return (0,)
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,7 +1,7 @@
 """Sums again that a hidden NaN has reached, pair by pair.
 
-A product of tiles multiplies hidden values by probabilities of 0, which a NaN or an infinity does not forgive. These kernels read what the others wrote,
-and return at once where no NaN is; else they compute the program's rows once more from the pairs that are visible, and put them in place of the NaN.
+A product of tiles multiplies hidden values by probabilities of 0, which a NaN or an infinity does not forgive. These kernels read what the
+others wrote, and return at once where no NaN is; else they compute the program's rows again from the visible pairs, and put them in place of NaN.
 What the formula itself makes NaN stays so.
 """
 
@@ -57,8 +57,8 @@ def repair_rows(
     x_batch, x_head, x_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
     bias, bias_batch, bias_head, bias_row, bias_column, sink, seed, offset, threshold, keep_scale,
-    GRADIENT: tl.constexpr, SINK: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
-    DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    GRADIENT: tl.constexpr, SINK: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """x is O or, with GRADIENT, dQ. WIDTH: a power of two that holds head_dim, COLUMNS: head_dim, if it is none. Grid: m_tiles * batch * heads."""

@@ -1,0 +1,125 @@
+"""The search that fills config.TABLE: compile what may be fast, drop what spills or does not fit, time the rest in turns on this GPU.
+
+A configuration is chosen for a pass, the bytes of an element and a head class; the workloads that it is timed at count equally, by the geometric mean.
+"""
+
+import itertools
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.triton.bound import Bound
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.targets import of_device
+from tilewise.masks import Causal, Full, Mask
+from tilewise.problem import Call
+
+PASSES = "forward", "dkdv", "dq"
+TILES = {"forward": ((64, 128), (32, 64, 128)), "dkdv": ((16, 32, 64, 128), (32, 64, 128)), "dq": ((32, 64, 128), (16, 32, 64, 128))}
+WARPS, STAGES = (4, 8), (1, 2, 3, 4)
+MOST_SUMS = 160  # numbers that a thread adds up at most: beyond that everything spills
+LEAST_SUMS = 16
+SPILLED_BYTES = 64  # a thread's stack, at most
+MASKS: tuple[Mask, ...] = (Full(), Causal())
+
+
+class Job(NamedTuple):
+    """What a configuration is sought for."""
+
+    purpose: str
+    dtype: torch.dtype
+    head_dim: int
+    seqlen: int = 8192
+    hidden: int = 2048
+    masks: tuple[Mask, ...] = MASKS
+
+    def calls(self, device: torch.device | str) -> list[Call]:
+        """On random tensors, one for each mask."""
+        shape = 1, self.seqlen, self.hidden // self.head_dim, self.head_dim
+        q, k, v = (torch.randn(shape, dtype=torch.float32, device=device).to(self.dtype) for _ in range(3))
+        grad = self.purpose != "forward"
+        return [Call(q=q, k=k, v=v, mask=mask, scale=self.head_dim**-0.5, grad=grad) for mask in self.masks]
+
+
+def candidates(job: Job) -> Iterator[Config]:
+    """Configurations that registers may hold."""
+    dim = max(job.head_dim, 16)
+    for tile_m, tile_n, warps, stages in itertools.product(*TILES[job.purpose], WARPS, STAGES):
+        own, sums = (tile_n, 2 * dim) if job.purpose == "dkdv" else (tile_m, dim)
+        products = tile_m * tile_n * (1 if job.purpose == "forward" else 2)
+        threads = 32 * warps
+        if LEAST_SUMS <= own * sums // threads and (own * sums + products) // threads <= MOST_SUMS and own >= 16 * warps // 2:
+            yield Config(tile_m, tile_n, warps, stages)
+
+
+def passes(job: Job, config: Config, call: Call) -> Callable[[], object]:
+    """What runs the pass, with all that the others leave for it."""
+    bound = Bound(call, {job.purpose: config})
+    if job.purpose == "forward":
+        return lambda: bound.results(call)
+    o, lse = bound.results(call)
+    d_o = torch.randn_like(o)
+    return lambda: bound.backward(call.q, call.k, call.v, o, lse, d_o, None, call.extras, False)
+
+
+class Compiled(NamedTuple):
+    """A candidate, and why it is not timed; empty where it is."""
+
+    config: Config
+    wrong: str
+
+
+def compile_all(job: Job, todo: Sequence[Config], processes: int | None = None) -> list[Compiled]:
+    """Each candidate compiled for this GPU into Triton's cache, in processes."""
+    workers = max(1, min(processes or os.cpu_count() or 1, len(todo)))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_compile, itertools.repeat(job), todo))
+
+
+def _compile(job: Job, config: Config) -> Compiled:
+    from tilewise.backends.triton.kernels import backward, forward
+    from tilewise.backends.triton.launch import compiled
+
+    function = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}[job.purpose]
+    try:
+        call = job._replace(seqlen=16, hidden=job.head_dim).calls("cuda")[0]
+        bound = Bound(call, {job.purpose: config})
+        more = {"SINK": False} if job.purpose == "forward" else {}
+        loaded = compiled(bound.kernel(function, config, "band", True, more), bound.target)
+        loaded._init_handles()
+    except Exception as error:  # of the compiler, which has many; said in the table
+        return Compiled(config, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+    return Compiled(config, f"{loaded.n_spills} numbers spilled" if 4 * loaded.n_spills > SPILLED_BYTES else "")
+
+
+def search(
+    job: Job, time: Callable[[Mapping[Config, Callable[[], object]]], Mapping[Config, float]]
+) -> list[tuple[Config, float, list[float]]]:
+    """Configurations from the fastest on, with the geometric mean and each workload's seconds; `time` measures calls in turns."""
+    able = [each.config for each in compile_all(job, list(candidates(job))) if not each.wrong]
+    seconds: dict[Config, list[float]] = {config: [] for config in able}
+    for call in job.calls("cuda"):
+        for config, found in time({config: passes(job, config, call) for config in able}).items():
+            seconds[config].append(found)
+    means = [
+        (config, math.exp(sum(map(math.log, each)) / len(each)), each) for config, each in seconds.items() if len(each) == len(job.masks)
+    ]
+    return sorted(means, key=lambda row: row[1])
+
+
+def row(job: Job, config: Config, note: str) -> str:
+    """The line for config.TABLE."""
+    from tilewise.backends.triton.config import head_class
+
+    key = (
+        of_device(torch.device("cuda", torch.cuda.current_device())).family,
+        job.purpose,
+        job.dtype.itemsize,
+        head_class(job.head_dim, job.head_dim),
+    )
+    return f"    {key}: ({config!r}, {note!r}),".replace("'", '"')

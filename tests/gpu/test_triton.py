@@ -1,0 +1,89 @@
+"""The Triton backend on a GPU: conformance, hidden NaN, equal bits, dropout's own mask."""
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.backends.triton import Triton, targets
+from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow
+from tilewise.problem import Call, Dropout
+from tilewise.testing import cases, conformance
+from tilewise.testing.cases import Case
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+REFUSED = "no GPU" if CAPABILITY is None else targets.why_not(CAPABILITY)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REFUSED), reason=REFUSED)]
+QUICK = [case for case in cases.QUICK if case.dtype != "fp64"]
+FULL = [case for case in cases.FULL if case.dtype != "fp64"]
+DIMS = (8, 40, 64, 72, 80, 96, 128, 160, 192, 256)
+
+
+def held(case: Case, run=conformance.run_case, seed: int = 0) -> float:
+    return run(Triton(), case, seed=seed, device="cuda")
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.id)
+def test_quick(case):
+    held(case)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("run", [conformance.run_hidden, conformance.run_spoiled, conformance.run_scattered], ids=lambda run: run.__name__)
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.id)
+def test_nothing_hidden_is_read(case, run):
+    if run is conformance.run_scattered and case.bias_hides:
+        pytest.skip("the contract does not say what a bias of -inf hides of a NaN")
+    held(case, run)
+
+
+@pytest.mark.sampled(0.02)
+@pytest.mark.parametrize("case", FULL, ids=lambda case: case.id)
+def test_full(case):
+    held(case)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(100, 7), ChunkedCausal(90)], ids=repr)
+def test_head_dims(mask, dim):
+    for dtype in ("bf16", "fp16", "fp32"):
+        held(Case(batch=2, seqlen_q=300, seqlen_k=411, heads_q=4, heads_k=2, head_dim=dim, mask=mask, dtype=dtype))
+
+
+@pytest.mark.parametrize("dim", [288, 512])
+def test_two_halves(dim):
+    for dtype in ("bf16", "fp32"):
+        held(Case(batch=1, seqlen_q=130, seqlen_k=190, heads_q=2, heads_k=1, head_dim=dim, mask=Causal(), dtype=dtype))
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0), Documents([0, 100, 1500, 2048], inner=Causal()), ChunkedCausal(700)], ids=repr)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_two_hundred_runs_have_the_same_bits(mask, dim):
+    q, k, v, d_o = (torch.randn(1, 2048, 4, dim, dtype=torch.bfloat16, device="cuda") for _ in range(4))
+    call = Call(q=q, k=k, v=v, mask=mask, scale=dim**-0.5, grad=True)
+    first = None
+    for _ in range(200):
+        o, lse = Triton().forward(call)
+        found = o, lse, *Triton().backward(call, o, lse, d_o, None)[:3]
+        first = first or found
+        assert all(torch.equal(x, y) for x, y in zip(first, found, strict=True))
+
+
+def test_dropout_draws_the_mask_of_the_cpu():
+    q = torch.zeros(2, 70, 2, 64, device="cuda")
+    k, v = torch.zeros(2, 64, 2, 64, device="cuda"), torch.eye(64, device="cuda")[None, :, None].expand(2, 64, 2, 64).contiguous()
+    dropout = Dropout(0.3, seed=2**40 + 17, offset=5)
+    found, _ = Triton().forward(Call(q=q, k=k, v=v, mask=Full(), scale=1.0, dropout=dropout))
+    want, _ = tw.runtime.dispatch.named("tiled").forward(Call(q=q.cpu(), k=k.cpu(), v=v.cpu(), mask=Full(), scale=1.0, dropout=dropout))
+    assert torch.equal(found.cpu() > 0, want > 0)
+
+
+@pytest.mark.parametrize("inner", [Full(), Causal(), SlidingWindow(50, 0)], ids=repr)
+def test_varlen_reads_nothing_on_the_host(inner):
+    q, k, v = (torch.randn(700, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 3, 3, 400, 401, 700], dtype=torch.int32, device="cuda")
+    found = tw.attention_varlen(q, k, v, cu, cu, mask=inner, backend="triton")
+    gradients = torch.autograd.grad(found.sum(), (q, k, v))
+    want = tw.attention_varlen(q, k, v, cu, cu, mask=inner, backend="tiled")
+    torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
+    for mine, right in zip(gradients, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(mine, right, atol=4e-2, rtol=4e-2)
