@@ -15,6 +15,7 @@ from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.bound import Bound, Found
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.backward.sink import call as sink_gradient
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, RepairScalars, Scalars, Scratch, Turns
 from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
@@ -81,7 +82,7 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
 
 
 def kernels(call: Call) -> list[jit.Kernel]:
-    """Of what finds out what packed documents see, of repairs, the three main kernels in one, and a bias's."""
+    """Of what finds out what packed documents see, of repairs, the three main kernels in one, a sink's and a bias's."""
     return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
@@ -90,7 +91,8 @@ def ahead(call: Call) -> list[list[jit.Kernel]]:
     if call.q.numel() == 0 or call.k.numel() == 0:
         return []
     config = planning.config_of(call)
-    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
+    sink = [] if call.sink is None else [sink_gradient.kernel(call)]
+    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], [*repairs.kernels(config), *sink]]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
         groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
     return [*filter(None, groups)]
@@ -99,7 +101,8 @@ def ahead(call: Call) -> list[list[jit.Kernel]]:
 def _kernels(call: Call) -> list[jit.Kernel]:
     """All but a bias's."""
     config = planning.config_of(call)
-    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config)]
+    sink = [] if call.sink is None else sink_gradient.kernels(call)
+    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config), *sink]
 
 
 def _tables(config: Config) -> list[jit.Kernel]:
@@ -154,7 +157,7 @@ def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bo
         _changer(call, config) if changed else changes.or_none(changes.changes(call, config)),
         repair=repair,
         of_bias=None if call.bias is None else _bias_of(call, board.num_sms),
-        of_sink=_sink_of(call, config),
+        of_sink=None if call.sink is None else sink_gradient.bind(call, config.natural),
         gradient=gradient,
         kept=kept,
     )
@@ -201,10 +204,6 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     return compute
 
 
-def _sink_of(call: Call, config: Config) -> Callable | None:
-    return None if call.sink is None else functools.partial(_sink, natural=config.natural, rest=changes.rest(call))
-
-
 def _finder(call: Call, plan: planning.Plan) -> Callable[[bool], Found]:
     """`Bound.find` of packed documents, on the current device."""
     config, device = plan.config, call.q.device
@@ -244,14 +243,6 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     if draw := getattr(bundle, "draw", None):
         cut["draw"] = draw._replace(first=draw.first + part.start * draw.heads)
     return bundle._replace(**cut)
-
-
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
-    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
-    below = torch.sub(sink[:, None], lse, alpha=1.0 if natural else math.log(2))  # in fp32; each operation is a launch
-    below.clamp_(max=0.0)  # a large L may be rounded to below its sink
-    found = below.exp_().mul_(minus_delta).sum((0, 2))
-    return (found if rest == 1.0 else rest * found).to(sink.dtype)
 
 
 def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:
