@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ def rest(call: Call) -> float:
     return 1.0 if drawn is None else drawn.rest
 
 
+@lru_cache(64)  # a gradient asks for those of its forward pass
 def _keys(dropout: Dropout) -> tuple[int, ...]:
     return tuple([_signed(x) for pair in philox.round_keys(philox.key_of(dropout)) for x in pair])
 
