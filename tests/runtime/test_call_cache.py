@@ -374,6 +374,20 @@ def test_the_call_before_is_found_without_a_signature(monkeypatch):
     assert remembered() == 1
 
 
+def test_a_call_that_wants_fewer_gradients_is_found_without_a_signature_too(monkeypatch):
+    """Of the same sizes: a bias that is trained and one that is not, keys that are."""
+    q, k, v = (x.requires_grad_() for x in qkv())
+    bias = torch.randn(1, 1, 5, 7)
+    calls = [(q, k, v, bias), (q, k, v, bias.clone().requires_grad_()), (q, k.detach(), v, bias)]
+    for *x, added in calls * 2:
+        tw.attention(*x, bias=added)
+    monkeypatch.setattr(call_cache, "signature", None)
+    for *x, added in calls * 2:
+        leaves = [each for each in (*x, added) if each.requires_grad]
+        torch.autograd.grad(tw.attention(*x, bias=added).sum(), leaves)
+    assert remembered() == 3
+
+
 def test_what_differs_from_the_call_before_is_seen():
     """Each way to call in turn after each other, and after itself: the results are those of calls bound anew."""
     q, k, v = qkv(7, 7)

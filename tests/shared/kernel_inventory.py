@@ -11,6 +11,7 @@ from tilewise.backends.hopper.backward import config as backward
 from tilewise.backends.hopper.backward import plan, tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.backward.sink import call as sinks
 from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decode_call
 from tilewise.backends.hopper.decode import config as decoding
@@ -82,6 +83,14 @@ def of_intervals() -> list[Kernel]:
     return [
         Kernel("intervals of rows", *rows.kernel(forward.configure(torch.bfloat16, 128, 128, "rows"))),
         Kernel("intervals of columns", *tables.kernel(backward.configure(torch.bfloat16, 128, 128, "rows"))),
+    ]
+
+
+def of_sinks() -> list[Kernel]:
+    """The gradients of sinks."""
+    return [
+        Kernel(f"sink's gradient {dtype}", sinks.LAUNCH, sinks.arguments, sinks.Config(dtype=dtype), remarks=False)
+        for dtype in (torch.bfloat16, torch.float32)
     ]
 
 
@@ -361,6 +370,7 @@ def fast() -> Iterator[Kernel]:
     yield from map(of_forward, SHIPPED)
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()
+    yield from of_sinks()
     yield from itertools.starmap(of_decode, DECODE)
     yield from map(of_append, APPEND)
     yield from itertools.starmap(of_eight_bits, EIGHT_BITS)

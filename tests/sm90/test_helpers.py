@@ -272,9 +272,14 @@ def test_a_helper_does_without_torch(on, monkeypatch):
     """All kinds of kernels that are compiled ahead are the same kernels to it."""
     monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
     bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta").requires_grad_()
-    calls = call_of(Documents([0, 100, 512], inner=Causal())), call_of(Full(), bias=bias), call_of(PrefixLM(3), dropout=Dropout(0.5, 0, 0))
+    sink = torch.zeros(call_of(Full()).heads_q, dtype=torch.bfloat16, device="meta")
+    calls = (
+        call_of(Documents([0, 100, 512], inner=Causal()), sink=sink),
+        call_of(Full(), bias=bias),
+        call_of(PrefixLM(3), dropout=Dropout(0.5, 0, 0)),
+    )
     kernels = [kernel for call in calls for group in backward.ahead(call) for kernel in group]
-    assert len({launch for launch, *_ in kernels}) == 4
+    assert len({launch for launch, *_ in kernels}) == 5
     command = [sys.executable, "-c", ALIKE, str(helpers.STANDIN)]
     found = subprocess.run(command, input=pickle.dumps(kernels), capture_output=True, check=True, timeout=WAIT_S)
     assert found.stdout.decode().split() == [str(cache.entry(launch, config, jit.arch())) for launch, _, config in kernels]

@@ -221,9 +221,12 @@ def _grad_enabled(tensors: tuple[Tensor, ...]) -> bool | None:
 
 
 def signature(tensors: tuple[Tensor, ...], present: tuple, options: tuple) -> tuple:
-    """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed."""
-    grad = torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
-    return grad, present, tuple([(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]), options, *map(type, options)
+    """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed. Which tensors want a gradient is part of
+    it, as it is of torch's check.
+    """
+    grad = torch.is_grad_enabled()
+    found = tuple([(type(x), x.dtype, x.device, x.shape, x.stride(), grad and x.requires_grad) for x in tensors])
+    return present, found, options, *map(type, options)
 
 
 def is_plain(tensors: tuple[Tensor, ...]) -> bool:

@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilewise as tw
@@ -18,6 +20,7 @@ from tilewise.backends.hopper.backward import call as backward_call
 from tilewise.backends.hopper.backward import plan as backward_plan
 from tilewise.backends.hopper.backward.bias import call as bias_call
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.backward.sink import call as sink_call
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Packed
@@ -243,7 +246,17 @@ def stub(device, monkeypatch):
         for mine, right in zip((o, lse), Tiled().forward(backend.call(q, k, v, scores, band.tables, scores.sink)), strict=True):
             mine.copy_(right)
 
-    kernels = {forward.LAUNCH: kernel, backward_call.LAUNCH: backward, bias_call.LAUNCH: of_bias, repairs.LAUNCH: repair}
+    def of_sink(tensors, numbers):
+        below = (tensors[0][:, None] - numbers.unit * tensors[1]).clamp(max=0.0)
+        tensors[3].copy_((below.exp() * tensors[2]).sum((0, 2)) * numbers.rest)
+
+    kernels = {
+        forward.LAUNCH: kernel,
+        backward_call.LAUNCH: backward,
+        bias_call.LAUNCH: of_bias,
+        sink_call.LAUNCH: of_sink,
+        repairs.LAUNCH: repair,
+    }
     monkeypatch.setattr(forward, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(plan, "num_sms", lambda device: 132)
     monkeypatch.setattr(backward_plan, "board_of", lambda device: backward_plan.Board(132, 0))
@@ -321,7 +334,7 @@ def beside(kind, dtype=BF16):
 @pytest.mark.parametrize("kind", ["bias", "row", "sink", "slopes", "all"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_calls_with_more_tensors(stub, monkeypatch, kind, return_lse):
-    """Forward and backward by the kernels of the first call, on the second's tensors. The stub's gradient of a sink is the host's own."""
+    """Forward and backward by the kernels of the first call, on the second's tensors."""
     run(tw.attention, [x.requires_grad_() for x in qkv()], {"causal": True, **beside(kind)}, return_lse)
     x, options = [x.requires_grad_() for x in qkv()], {"causal": True, **beside(kind)}
     long = []
@@ -557,7 +570,9 @@ def gradients_of(kernel, *scratch):
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
-    again = backward_bound.Bound(call, launch, SimpleNamespace(scratch=scratch + none, turns=[(None, ())], lends=False), lambda has: (), ())
+    again = backward_bound.Bound(
+        call, launch, SimpleNamespace(scratch=scratch + none, turns=[(None, ())], lends=False), lambda has: (), (), None
+    )
     return partial(again, q, q, q, q, lse, q, None, NO_EXTRAS, False)
 
 
@@ -597,6 +612,89 @@ def test_large_scratch_of_gradients_is_not_kept(device):
         compute()
         kept.append(bool(compute.func.scratch_of))
     assert kept == [True, False]
+
+
+class Counted(TorchDispatchMode):
+    """The names of torch's operators, each of which takes the host 5 to 10 us on a GPU."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators(kind: str) -> Callable:
+    """A call of that kind, with a gradient."""
+    x, first = [each.requires_grad_() for each in qkv(8)], [each.transpose(1, 2).contiguous().requires_grad_() for each in qkv(8)]
+    turned = [each.detach().transpose(1, 2).requires_grad_() for each in qkv(8)]
+    chunk = [torch.randn(2, n, heads, 64, dtype=BF16, requires_grad=True) for n, heads in ((1, 4), (8, 2), (8, 2))]
+    sink, cu = torch.randn(3, requires_grad=True), lengths(5, 12)
+    words = torch.randn(3, dtype=BF16, requires_grad=True)
+    bias = torch.randn(2, 3, 8, 8, dtype=BF16, requires_grad=True)
+    fixed, slopes = bias.detach(), torch.rand(2, 3)
+    documents, window = packed(), SlidingWindow(3, 0)
+    return {
+        "plain": lambda: tw.attention(*x, causal=True),
+        "window": lambda: tw.attention(*x, mask=window),
+        "bias": lambda: tw.attention(*x, bias=bias),
+        "bias without gradient": lambda: tw.attention(*x, bias=fixed),
+        "sink": lambda: tw.attention(*x, mask=window, sink=sink),
+        "sink of 16 bits": lambda: tw.attention(*x, mask=window, sink=words),
+        "slopes": lambda: tw.attention(*x, causal=True, alibi_slopes=slopes),
+        "bias, sink, slopes": lambda: tw.attention(*x, bias=bias, sink=sink, alibi_slopes=slopes),
+        "documents": lambda: tw.attention_varlen(*documents, cu, cu, causal=True),
+        "documents, sink": lambda: tw.attention_varlen(*documents, cu, cu, causal=True, sink=sink),
+        "packed heads": lambda: tw.attention(*chunk, causal=True),
+        "heads first": lambda: sdpa.scaled_dot_product_attention(*first, is_causal=True),
+        "heads first, tokens first in memory": lambda: sdpa.scaled_dot_product_attention(*turned, is_causal=True),
+        "heads first, bias": lambda: sdpa.scaled_dot_product_attention(*first, bias),
+    }[kind]
+
+
+KINDS = {
+    "plain": 2,
+    "window": 2,
+    "bias": 3,
+    "bias without gradient": 2,
+    "sink": 3,
+    "sink of 16 bits": 3,
+    "slopes": 2,
+    "bias, sink, slopes": 4,
+    "documents": 3,
+    "documents, sink": 4,
+    "packed heads": 2,
+    "heads first": 2,
+    "heads first, tokens first in memory": 2,
+    "heads first, bias": 3,
+}
+"""How many compiled functions a backward pass calls: the main kernels, repairs where pairs are hidden, and one for each thing more."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_computes_nothing_of_a_bound_calls_gradients(stub, monkeypatch, kind):
+    """But a kernel's copy of a sink of 16 bits, in fp32; nor are there more launches than are needed."""
+    without_the_operators(monkeypatch, stub)
+    launched, names = [], {"forward": [], "backward": []}
+    monkeypatch.setattr(forward.jit, "compiled", lambda launch, *_: lambda *given: launched.append(launch))
+    call = operators(kind)
+    for _ in range(2):
+        call().backward(torch.randn_like(call()))
+    for way, found in names.items():
+        method = getattr(bound.Bound, way)
+
+        def counted(self, *given, method=method, found=found):
+            with Counted(found):
+                return method(self, *given)
+
+        monkeypatch.setattr(bound.Bound, way, counted)
+    o = call()
+    launched.clear()
+    o.backward(torch.randn_like(o))
+    assert names == {"forward": ["_to_copy"] if kind == "sink of 16 bits" else [], "backward": []}
+    assert len(launched) == KINDS[kind]
 
 
 def _causal(q, k, v) -> Call:

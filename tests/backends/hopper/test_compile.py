@@ -66,6 +66,7 @@ from kernel_inventory import (
     of_length,
     of_quantiser,
     of_rung,
+    of_sinks,
     of_tokens,
     of_transposer,
     of_wide_values,
@@ -199,6 +200,11 @@ def test_changed_scores_under_masks_beyond_one_band(dims, sees, changes, inspect
 def test_intervals_of_documents(inspect):
     """The small kernels ahead of "rows"."""
     for kernel in of_intervals():
+        check_nothing_spills(inspect(kernel))
+
+
+def test_gradients_of_sinks(inspect):
+    for kernel in of_sinks():
         check_nothing_spills(inspect(kernel))
 
 

@@ -12,6 +12,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
+from tilewise.backends.hopper.backward.sink import call as sink_gradient
 from tilewise.backends.hopper.decode import append_call
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode import config as decode_config
@@ -82,6 +83,13 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     assert 2 * len(repairs) < len([each for each in ships if each.repairs])
     monkeypatch.setattr(gradients, "why_not", lambda problem: ["it has no backward pass for that"])
     assert warmup.kernels(cells) == forward
+
+
+def test_the_gradient_of_a_sink():
+    """In the call's dtype, and in fp32; of one kind for all that changes scores."""
+    cells = [CELL._replace(mask=mask, extras=extras, grad=True) for mask in (Full(), Causal()) for extras in (("sink",), ("sink", "alibi"))]
+    found = [kernel.config for kernel in warmup.kernels(cells) if kernel.launch == sink_gradient.LAUNCH]
+    assert [config.dtype for config in found] == [BF16, torch.float32]
 
 
 def test_kernels_that_decode():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ def outer_log2(config, scale: float, softcap: float) -> float:
 
 def scores(call: Call, config, scale: float, row_max: Tensor | None = None) -> Scores:
     """Of a forward pass; `scale` in place of the call's own. row_max: where each row's largest score goes."""
-    sink = None if call.sink is None else call.sink.float().contiguous()
-    return Scores(*numbers(call, config, scale), *_tensors(call), sink, row_max, call.seqlen_k - call.seqlen_q, draw(call))
+    shift = call.seqlen_k - call.seqlen_q
+    return Scores(*numbers(call, config, scale), *_tensors(call), dense(call.sink), row_max, shift, draw(call))
 
 
 def numbers(call: Call, config, scale: float) -> tuple[float, float | None, float | None]:
@@ -94,6 +95,7 @@ def rest(call: Call) -> float:
     return 1.0 if drawn is None else drawn.rest
 
 
+@lru_cache(64)  # a gradient asks for those of its forward pass
 def _keys(dropout: Dropout) -> tuple[int, ...]:
     return tuple([_signed(x) for pair in philox.round_keys(philox.key_of(dropout)) for x in pair])
 
@@ -115,6 +117,12 @@ def _tensors(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
 
 def diagonal_of(call: Call) -> Tensor | None:
     return None if call.alibi_slopes is None or call.diagonal is None else call.diagonal.contiguous()
+
+
+def dense(sink: Tensor | None) -> Tensor | None:
+    """The sink as the forward kernels read it."""
+    as_it_is = sink is None or (sink.dtype == torch.float32 and sink.is_contiguous())
+    return sink if as_it_is else sink.float().contiguous()
 
 
 def readable(bias: Tensor | None, slopes: Tensor | None, pairs: bool = False) -> tuple[Tensor | None, Tensor | None]:

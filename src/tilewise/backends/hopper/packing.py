@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tilewise.backends.hopper import short
 from tilewise.masks import Full
 from tilewise.problem import Call
+from tilewise.views import part
 
 MOST_QUERIES = 64  # of a sequence; beyond half of a tile there is less to gain than the rows of a second tile cost
 
@@ -59,20 +61,20 @@ class Views:
         pairs = (call.q, packed.q), (call.k, packed.k), (call.v, packed.v), (o, rows_of(call, o))
         self.places = tuple((view.shape, view.stride(), view.storage_offset() - x.storage_offset()) for x, view in pairs)
         self.lse = packed.q.shape[0], packed.q.shape[2], packed.q.shape[1]
-        self.turned = (batch, seqlen_q, call.group) if seqlen_q > 1 else None  # how LSE comes, where it has to be turned
+        self.place_of_lse = self.lse, short.strides(self.lse), 0
+        # How LSE comes, where it has to be turned.
+        self.turned = ((batch, call.group, seqlen_q), (seqlen_q * call.group, 1, call.group), 0) if seqlen_q > 1 else None
 
     def compute(self, kernel: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, with_lse: bool) -> None:
         """Write O and LSE of the call by `kernel(q, k, v, o, lse)`, which takes the packed call's."""
-        views = (
-            x.as_strided(shape, stride, x.storage_offset() + offset)
-            for x, (shape, stride, offset) in zip((q, k, v, o), self.places, strict=True)
-        )
+        of_q, of_k, of_v, of_o = self.places
+        views = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o)
         if self.turned is None or not with_lse:
-            kernel(*views, lse.view(self.lse))
+            kernel(*views, part(lse, *self.place_of_lse))
             return
         found = torch.empty(self.lse, dtype=lse.dtype, device=lse.device)
         kernel(*views, found)
-        lse.copy_(found.view(self.turned).transpose(1, 2))
+        lse.copy_(part(found, *self.turned))
 
 
 def _seen_by_the_first(call: Call) -> tuple[int, int]:

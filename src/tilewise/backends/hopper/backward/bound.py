@@ -1,5 +1,6 @@
 """Gradients whose kernels and arguments were found once, so that Python only allocates and launches."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -10,12 +11,13 @@ from tilewise.backends.hopper import short
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.plan import Plan, elements_of_part
 from tilewise.backends.hopper.backward.repair import call as repairs
-from tilewise.backends.hopper.operands import Given, Gradients, RepairScalars, Scratch
+from tilewise.backends.hopper.operands import Band, Changes, Given, Gradients, RepairScalars, Scratch
 from tilewise.backends.tables.keeping import hold
 from tilewise.problem import Call, gradient_like
 from tilewise.sm90.jit import aligned, readable, rows, steps
 
 KEPT_BYTES = 1 << 18  # larger scratch is allocated anew; its kernels take longer than that
+Found = tuple[Band, Callable[[Tensor, Tensor], None]]  # tables, and what writes into them what documents of cu_seqlens see
 
 
 class Bound:
@@ -31,33 +33,30 @@ class Bound:
         kernel: Callable,
         plan: Plan,
         scalars: Callable[[bool], tuple],
-        rest: tuple,
+        seen: Band | Callable[[bool], Found],
+        changes: Changes | Callable[..., Changes] | None,
         *,
         repair: tuple[Callable, RepairScalars] | None = None,
-        made: Callable[..., tuple] | None = None,
         of_bias: Callable | None = None,
         of_sink: Callable | None = None,
         gradient: Callable[[Tensor], Tensor] = gradient_like,
         kept: bool = True,
     ) -> None:
-        """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), *rest)` computes the call.
+        """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), seen, changes)` computes the call.
 
-        turns: those of the plan's first launch. repair: the launch that follows, and its numbers. made: what makes `rest` of the call's other tensors
-        (`problem.Extras`), where there are any. of_bias(Given, Scratch, Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient:
-        how an input's gradient lies. kept: as in `backends.Bound`.
+        turns: those of the plan's first launch. seen: of packed documents, what gives tables, by whether they are kept, and what finds them.
+        changes: or what makes them of the call's other tensors (`problem.Extras`). repair: the launch that follows, and its numbers. of_bias(Given,
+        Scratch, Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient: how an input's gradient lies. kept: as in
+        `backends.Bound`.
         """
-        self.kept = kept
-        self.kernel, self.plan, self.device, self.tables = kernel, plan, call.q.device.index, (rest, made, of_bias)
-        on_gpu, self.made, self.of_bias, self.of_sink = call.q.is_cuda, made, of_bias, of_sink
-        self.turns, self.scalars = (
-            short.as_operand(plan.turns[0][1], on_gpu),
-            tuple(short.as_operand(scalars(has), on_gpu) for has in (False, True)),
-        )
-        self.rest = tuple(each if each is None else short.as_operand(each, on_gpu) for each in rest)
-        self.repair, self.numbers = None, None
-        if repair is not None:
-            self.repair, self.numbers = repair[0], short.as_operand(repair[1], on_gpu)
-            self.seen = short.as_operand(repairs.band(rest[0]), on_gpu) if rest else None
+        self.kernel, self.plan, self.device, self.tables = kernel, plan, call.q.device.index, (seen, changes, of_bias)
+        self.kept, self.of_bias, self.of_sink = kept, of_bias, of_sink
+        operand = functools.partial(short.as_operand, on_gpu=call.q.is_cuda and kept)
+        self.turns, self.scalars = operand(plan.turns[0][1]), tuple(operand(scalars(has)) for has in (False, True))
+        self.find, self.change = seen if callable(seen) else None, changes if callable(changes) else None
+        self.changes = None if changes is None or self.change is not None else operand(changes)
+        self.repair, self.numbers = (None, None) if repair is None else (repair[0], operand(repair[1]))
+        self.seen = None if self.find is not None else (operand(seen), self.repair and operand(repairs.band(seen)))
         self.empty = short.allocator(call.q.device)
         self.gradients = tuple(_layout(x, gradient(x), x is not call.q or not plan.lends) for x in (call.q, call.k, call.v))
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in plan.scratch)
@@ -91,9 +90,11 @@ class Bound:
         keeps = self.keeps and not captures  # a graph may be replayed on any stream
         stream = short.current_stream(self.device) if keeps else None
         kept = self.scratch_of.pop(stream, None) if keeps else None
-        scratch, operand, spoiled = kept = kept or self._scratch(d_q, keeps)
-        rest = self.rest if self.made is None else self.made(*extras)
-        rest = self.turns, self.scalars[d_lse is not None], *rest
+        scratch, operand, spoiled, band, of_repairs, look = kept = kept or self._scratch(d_q, keeps)
+        if look is not None:
+            look(extras[4], extras[5])
+        changes = self.changes if self.change is None else self.change(*extras)
+        rest = self.turns, self.scalars[d_lse is not None], band, changes
         given = Given(q, k, v, o, lse, d_o, lse if d_lse is None else rows(d_lse))
         try:
             self.kernel(given, gradients, operand, *rest)
@@ -101,24 +102,28 @@ class Bound:
             given = Given(aligned(q), aligned(k), aligned(v), aligned(o), lse, aligned(d_o), given.dL)
             self.kernel(given, gradients, operand, *rest)
         if self.repair is not None:
-            *_, band, changes = rest
-            seen = self.seen if self.made is None else repairs.band(band)
-            self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, seen, changes)
+            self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, of_repairs, changes)
         if bias_grad and not keeps:  # whose sums take what memory is free by now
             scratch, kept, operand, spoiled = Scratch(*scratch[:2], None, None, None, None, None), None, None, None
-        d_bias = self.of_bias(given, scratch, rest[-1]) if bias_grad else None
+        d_bias = self.of_bias(given, scratch, changes) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(extras[2], scratch.lse, scratch.minus_delta)
         if keeps:
             self.scratch_of[stream] = kept
         return d_q, d_k, d_v, d_bias, d_sink
 
-    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple[Scratch, object, object]:
-        """As torch has it, and as the kernel takes it; and what repairs take of it."""
+    def _scratch(self, d_q: Tensor, keeps: bool) -> tuple:
+        """Scratch as torch has it, and as the kernel takes it; what repairs take of it; what is seen, as the kernel and repairs take it, and what
+        finds that.
+        """
         scratch = Scratch(*(None if each is None else self.empty(*each) for each in self.scratch))
         if self.plan.lends:
             scratch = scratch._replace(partial=place_of_parts(self.plan.config, self.plan.parts, d_q))
-        spoiled = None if self.repair is None else repairs.spoiled(scratch)
-        return scratch, *(each and short.as_operand(each, d_q.is_cuda and keeps) for each in (scratch, spoiled))
+        operand = functools.partial(short.as_operand, on_gpu=d_q.is_cuda and keeps)
+        spoiled = None if self.repair is None else operand(repairs.spoiled(scratch))
+        if self.find is None:
+            return scratch, operand(scratch), spoiled, *self.seen, None
+        band, look = self.find(keeps)
+        return scratch, operand(scratch), spoiled, operand(band), self.repair and operand(repairs.band(band)), look
 
 
 def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:

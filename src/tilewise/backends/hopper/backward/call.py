@@ -12,9 +12,10 @@ from tilewise.backends.hopper import changes, operands, short
 from tilewise.backends.hopper.backward import plan as planning
 from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.bias import call as bias_gradient
-from tilewise.backends.hopper.backward.bound import Bound
+from tilewise.backends.hopper.backward.bound import Bound, Found
 from tilewise.backends.hopper.backward.config import TILES, Config, tile_dims
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.backends.hopper.backward.sink import call as sink_gradient
 from tilewise.backends.hopper.operands import Band, Changes, Given, KeyTables, RepairScalars, Scalars, Scratch, Turns
 from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
@@ -81,7 +82,7 @@ def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
 
 
 def kernels(call: Call) -> list[jit.Kernel]:
-    """Of what finds out what packed documents see, of repairs, the three main kernels in one, and a bias's."""
+    """Of what finds out what packed documents see, of repairs, the three main kernels in one, a sink's and a bias's."""
     return [*_kernels(call), *([] if call.bias is None else bias_gradient.kernels(call))]
 
 
@@ -90,7 +91,8 @@ def ahead(call: Call) -> list[list[jit.Kernel]]:
     if call.q.numel() == 0 or call.k.numel() == 0:
         return []
     config = planning.config_of(call)
-    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], repairs.kernels(config)]  # what takes long, first
+    sink = [] if call.sink is None else [sink_gradient.kernel(call)]
+    groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], [*repairs.kernels(config), *sink]]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
         groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
     return [*filter(None, groups)]
@@ -99,7 +101,8 @@ def ahead(call: Call) -> list[list[jit.Kernel]]:
 def _kernels(call: Call) -> list[jit.Kernel]:
     """All but a bias's."""
     config = planning.config_of(call)
-    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config)]
+    sink = [] if call.sink is None else sink_gradient.kernels(call)
+    return [*_tables(config), *repairs.kernels(config), jit.Kernel(LAUNCH, arguments, config), *sink]
 
 
 def _tables(config: Config) -> list[jit.Kernel]:
@@ -143,11 +146,21 @@ def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bo
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     if len(plan.turns) > 1:
         kernel, repair = _in_parts(plan, kernel, repair), None
-    named = {"repair": repair, "gradient": gradient, "kept": kept, "of_sink": _sink_of(call, config)}
-    bound = functools.partial(Bound, call, kernel, plan, scalars, **named)
-    if kept and call.bias is None and call.alibi_slopes is None and call.dropout is None and not of_documents:
-        return bound((Band(*plan.band, tables), changes.or_none(changes.changes(call, config))))
-    return bound((), made=_maker(call, plan, tables), of_bias=_bias_of(call, board.num_sms))
+    seen = _finder(call, plan) if rows else Band(*plan.band, tables)
+    changed = any(x is not None for x in (call.bias, call.alibi_slopes, call.dropout))
+    return Bound(
+        call,
+        kernel,
+        plan,
+        scalars,
+        seen,
+        _changer(call, config) if changed else changes.or_none(changes.changes(call, config)),
+        repair=repair,
+        of_bias=None if call.bias is None else _bias_of(call, board.num_sms),
+        of_sink=None if call.sink is None else sink_gradient.bind(call, config.natural),
+        gradient=gradient,
+        kept=kept,
+    )
 
 
 def _in_parts(plan: planning.Plan, kernel: Callable, repair: tuple[Callable, RepairScalars] | None) -> Callable:
@@ -191,28 +204,32 @@ def _bias_of(call: Call, num_sms: int) -> Callable:
     return compute
 
 
-def _sink_of(call: Call, config: Config) -> Callable | None:
-    return None if call.sink is None else functools.partial(_sink, natural=config.natural, rest=changes.rest(call))
+def _finder(call: Call, plan: planning.Plan) -> Callable[[bool], Found]:
+    """`Bound.find` of packed documents, on the current device."""
+    config, device = plan.config, call.q.device
+    new, find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
+
+    def begin(keeps: bool) -> Found:
+        *columns, _ = made = new()
+        written = [short.as_operand(x, x.is_cuda) for x in made] if keeps else made
+
+        def look(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+            find(documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device), written)
+
+        return Band(*plan.band, backward_tables.of_documents(backward_tables.Columns(*columns), config)), look
+
+    return begin
 
 
-def _maker(call: Call, plan: planning.Plan, tables: KeyTables | None) -> Callable:
-    """What makes the kernel's bundles of what is seen and of the scores from the tensors of `problem.Extras`; without `tables`, of documents."""
-    config, pairs = plan.config, call.bias is not None and changes.in_pairs(call.bias)
-    like = changes.changes(call, config)
+def _changer(call: Call, config: Config) -> Callable[..., Changes]:
+    """What makes the scores' bundle from the tensors of `problem.Extras`."""
+    like, pairs = changes.changes(call, config), call.bias is not None and changes.in_pairs(call.bias)
     inner, factor, shift, diagonal, drawn = like.inner, like.factor, like.shift, like.diagonal, changes.drawer(call)
-    changed = changes.or_none(like) is not None
-    device, find = call.q.device, None
-    if tables is None:
-        find = backward_tables.finder(documents.offsets(call.mask.inner), call.seqlen_q, call.seqlen_k, config, device, current=True)
 
-    def made(bias, slopes, sink, rng, cu_seqlens_q, cu_seqlens_k, *_scales):
-        seen = tables
-        if find is not None:
-            seen = backward_tables.of_documents(find(*(documents.on_device(each, device) for each in (cu_seqlens_q, cu_seqlens_k))), config)
-        changes_made = Changes(inner, factor, *changes.readable(bias, slopes, pairs), diagonal, shift, drawn(rng)) if changed else None
-        return Band(*plan.band, seen), changes_made
+    def changed(bias, slopes, sink, rng, *_others) -> Changes:
+        return Changes(inner, factor, *changes.readable(bias, slopes, pairs), diagonal, shift, drawn(rng))
 
-    return made
+    return changed
 
 
 def _of_batch(bundle: tuple, part: slice) -> tuple:
@@ -226,14 +243,6 @@ def _of_batch(bundle: tuple, part: slice) -> tuple:
     if draw := getattr(bundle, "draw", None):
         cut["draw"] = draw._replace(first=draw.first + part.start * draw.heads)
     return bundle._replace(**cut)
-
-
-def _sink(sink: Tensor, lse: Tensor, minus_delta: Tensor, natural: bool, rest: float = 1.0) -> Tensor:
-    """-sum(exp(z - L) delta) (Eq. 34) from what `prepare` left, (batch, heads_q, rows): L, in powers of two unless `natural`, and -delta."""
-    below = torch.sub(sink[:, None], lse, alpha=1.0 if natural else math.log(2))  # in fp32; each operation is a launch
-    below.clamp_(max=0.0)  # a large L may be rounded to below its sink
-    found = below.exp_().mul_(minus_delta).sum((0, 2))
-    return (found if rest == 1.0 else rest * found).to(sink.dtype)
 
 
 def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:

@@ -131,22 +131,25 @@ def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: C
 
 def finder(
     inner: Offsets, seqlen_q: int, seqlen_k: int, config, device: torch.device, current: bool = False
-) -> Callable[[Tensor, Tensor], Columns]:
-    """What finds the columns of one cu_seqlens_q and cu_seqlens_k after the other, (documents + 1,) int32 there. current: as in `short.tables`."""
+) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[Tensor, Tensor, Sequence], None]]:
+    """What allocates the columns of documents, behind them a scratch, and what writes those of one cu_seqlens_q and cu_seqlens_k after the other,
+    (documents + 1,) int32 on the device. current: as in `short.tables`.
+    """
     compute, n_blocks, m_blocks = jit.compiled(*kernel(config)), -(-seqlen_k // config.tile_n), -(-seqlen_q // config.tile_m)
-    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks, 4), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4)
-    empty = short.tables(shapes, device, current)
+    shapes = (2, seqlen_q), (2, seqlen_k), (n_blocks + 1, 4), (m_blocks, 2), (-(-seqlen_q // QUERIES), 4), (n_blocks, 4)
 
-    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Columns:
-        keys, queries, scratch, *made = empty()
-        compute(Packed(cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
-        return Columns(keys, queries, *made)
+    def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, written: Sequence) -> None:
+        keys, queries, *made, scratch = written
+        compute((cu_seqlens_q, cu_seqlens_k, seqlen_k, *inner), keys, queries, scratch, *made)
 
-    return find
+    return short.tables(shapes, device, current), find
 
 
 def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_q: int, seqlen_k: int, config: Config) -> Columns:
-    return finder(inner, seqlen_q, seqlen_k, config, cu_seqlens_q.device)(cu_seqlens_q, cu_seqlens_k)
+    new, find = finder(inner, seqlen_q, seqlen_k, config, cu_seqlens_q.device)
+    *columns, _ = written = new()
+    find(cu_seqlens_q, cu_seqlens_k, written)
+    return Columns(*columns)
 
 
 def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config, device: torch.device) -> Visits:

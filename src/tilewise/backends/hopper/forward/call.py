@@ -109,8 +109,7 @@ def _maker(call: Call, config: Config, scale: float) -> Callable:
 
     def made(bias, slopes, sink, rng, *lengths):
         bias, slopes = changes.readable(bias, slopes, pairs)
-        sink = None if sink is None else sink.float().contiguous()
-        return (Scores(outer, inner, factor, bias, slopes, diagonal, sink, None, shift, drawn(rng)),)
+        return (Scores(outer, inner, factor, bias, slopes, diagonal, changes.dense(sink), None, shift, drawn(rng)),)
 
     return made
 

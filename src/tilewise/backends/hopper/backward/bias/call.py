@@ -17,6 +17,7 @@ from tilewise.backends.tables.band import band_of
 from tilewise.masks import Full
 from tilewise.problem import Call
 from tilewise.sm90 import jit
+from tilewise.views import part
 
 LAUNCH = "tilewise.backends.hopper.backward.bias.kernel:launch"
 TILE = 128  # queries, and keys
@@ -126,14 +127,16 @@ def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes]
     band = Band(
         *band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
     )
+    band = short.as_operand(band, call.q.is_cuda)
     kernel, shift, shape, dtype = jit.compiled(LAUNCH, arguments, config), call.seqlen_k - call.seqlen_q, (parts, *like.shape), like.dtype
     layout = shape, short.strides(shape), dtype if config.whole else torch.float32
+    of_bias = tuple(like.shape), short.strides(like.shape), 0
 
     def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:
         sums, (inner, factor, bias, slopes, diagonal, _, draw) = empty(*layout), changed
         changed = Changes(inner, factor, bias, slopes, diagonal, shift, draw)
         kernel(given.V, given.dO, BiasTensors(given.Q, given.K, scratch.lse, scratch.minus_delta, sums), band, changed)
-        return sums.squeeze(0) if config.whole else sums.sum(0).to(dtype)
+        return part(sums, *of_bias) if config.whole else sums.sum(0).to(dtype)
 
     return compute
 

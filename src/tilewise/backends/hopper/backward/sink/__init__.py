@@ -1,0 +1,1 @@
+"""The gradient of a sink on Hopper: call.py (seen from torch), kernel.py."""
