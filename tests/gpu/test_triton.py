@@ -55,7 +55,9 @@ def test_two_halves(dim):
         held(Case(batch=1, seqlen_q=130, seqlen_k=190, heads_q=2, heads_k=1, head_dim=dim, mask=Causal(), dtype=dtype))
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0), Documents([0, 100, 1500, 2048], inner=Causal()), ChunkedCausal(700)], ids=repr)
+@pytest.mark.parametrize(
+    "mask", [Causal(), SlidingWindow(300, 0), Documents([0, 100, 1500, 2048], inner=Causal()), ChunkedCausal(700)], ids=repr
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_two_hundred_runs_have_the_same_bits(mask, dim):
     q, k, v, d_o = (torch.randn(1, 2048, 4, dim, dtype=torch.bfloat16, device="cuda") for _ in range(4))

@@ -1,6 +1,6 @@
 """The search that fills config.TABLE: compile what may be fast, drop what spills or does not fit, time the rest in turns on this GPU.
 
-A configuration is chosen for a pass, the bytes of an element and a head class; the workloads that it is timed at count equally, by the geometric mean.
+A configuration is chosen for a pass, the bytes of an element and a head class; workloads that it is timed at count equally, by the geometric mean.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def candidates(job: Job) -> Iterator[Config]:
         own, sums = (tile_n, 2 * dim) if job.purpose == "dkdv" else (tile_m, dim)
         products = tile_m * tile_n * (1 if job.purpose == "forward" else 2)
         threads = 32 * warps
-        if LEAST_SUMS <= own * sums // threads and (own * sums + products) // threads <= MOST_SUMS and own >= 16 * warps // 2:
+        if own * sums // threads >= LEAST_SUMS and (own * sums + products) // threads <= MOST_SUMS and own >= 16 * warps // 2:
             yield Config(tile_m, tile_n, warps, stages)
 
 
@@ -70,15 +70,16 @@ def passes(job: Job, config: Config, call: Call) -> Callable[[], object]:
 class Compiled(NamedTuple):
     """A candidate, and why it is not timed; empty where it is."""
 
+    job: Job
     config: Config
     wrong: str
 
 
-def compile_all(job: Job, todo: Sequence[Config], processes: int | None = None) -> list[Compiled]:
+def compile_all(todo: Sequence[tuple[Job, Config]], processes: int | None = None) -> list[Compiled]:
     """Each candidate compiled for this GPU into Triton's cache, in processes."""
     workers = max(1, min(processes or os.cpu_count() or 1, len(todo)))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(_compile, itertools.repeat(job), todo))
+        return list(pool.map(_compile, *zip(*todo, strict=True)))
 
 
 def _compile(job: Job, config: Config) -> Compiled:
@@ -93,23 +94,30 @@ def _compile(job: Job, config: Config) -> Compiled:
         loaded = compiled(bound.kernel(function, config, "band", True, more), bound.target)
         loaded._init_handles()
     except Exception as error:  # of the compiler, which has many; said in the table
-        return Compiled(config, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
-    return Compiled(config, f"{loaded.n_spills} numbers spilled" if 4 * loaded.n_spills > SPILLED_BYTES else "")
+        return Compiled(job, config, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
+    return Compiled(job, config, f"{loaded.n_spills} numbers spilled" if 4 * loaded.n_spills > SPILLED_BYTES else "")
 
 
-def search(
-    job: Job, time: Callable[[Mapping[Config, Callable[[], object]]], Mapping[Config, float]]
-) -> list[tuple[Config, float, list[float]]]:
-    """Configurations from the fastest on, with the geometric mean and each workload's seconds; `time` measures calls in turns."""
-    able = [each.config for each in compile_all(job, list(candidates(job))) if not each.wrong]
-    seconds: dict[Config, list[float]] = {config: [] for config in able}
-    for call in job.calls("cuda"):
-        for config, found in time({config: passes(job, config, call) for config in able}).items():
-            seconds[config].append(found)
-    means = [
-        (config, math.exp(sum(map(math.log, each)) / len(each)), each) for config, each in seconds.items() if len(each) == len(job.masks)
-    ]
-    return sorted(means, key=lambda row: row[1])
+class Found(NamedTuple):
+    """A configuration, the geometric mean of its times, and each workload's, in seconds."""
+
+    config: Config
+    mean: float
+    seconds: list[float]
+
+
+def search(jobs: Sequence[Job], time: Callable[[Mapping[Config, Callable[[], object]]], Mapping[Config, float]]) -> dict[Job, list[Found]]:
+    """Each job's configurations from the fastest on; `time` measures calls in turns."""
+    able = [each for each in compile_all([(job, config) for job in jobs for config in candidates(job)]) if not each.wrong]
+    found = {}
+    for job in jobs:
+        seconds: dict[Config, list[float]] = {each.config: [] for each in able if each.job == job}
+        for call in job.calls("cuda"):
+            for config, taken in time({config: passes(job, config, call) for config in seconds}).items():
+                seconds[config].append(taken)
+        means = [Found(config, math.exp(sum(map(math.log, each)) / len(each)), each) for config, each in seconds.items() if each]
+        found[job] = sorted(means, key=lambda row: row.mean)
+    return found
 
 
 def row(job: Job, config: Config, note: str) -> str:

@@ -322,6 +322,16 @@ def _workload(
     return Workload(name=name, **sizes, head_dim=dim, head_dim_v=dim_v, mask=mask, **(changes or {}))
 
 
+def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """What the Triton backend is held to on a GPU: 8,192 tokens of hidden dimension 2048 under the masks that models use, and a softcap."""
+    documents = Documents(range(0, 8193, 1024), inner=Causal())
+    cells = [(mask, 0.0) for mask in (Full(), Causal(), SlidingWindow(1023, 0), documents)] + [(Causal(), 30.0)]
+    sizes = {"name": "triton", "batch": 1, "seqlen_q": 8192, "dtype": dtype, "direction": direction}
+    return [
+        Workload(**sizes, heads_q=2048 // dim, head_dim=dim, mask=mask, softcap=softcap) for dim in (128, 64) for mask, softcap in cells
+    ]
+
+
 SETS = {
     "papers": paper_sweep,
     "ladder": ladder_sweep,
@@ -336,5 +346,6 @@ SETS = {
     "cpu-random": cpu_random,
     "cpu-seeds": cpu_seeds,
     "models": model_shapes,
+    "triton": triton_cells,
     "hard-inputs": hard_inputs,
 }
