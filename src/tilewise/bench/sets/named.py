@@ -324,7 +324,7 @@ def _workload(
 
 def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
     """What the Triton backend is held to on a GPU: 8,192 tokens of hidden dimension 2048 under the masks that models use, and a softcap."""
-    documents = Documents(range(0, 8193, 1024), inner=Causal())
+    documents = Documents([*range(0, 8193, 1024)], inner=Causal())
     cells = [(mask, 0.0) for mask in (Full(), Causal(), SlidingWindow(1023, 0), documents)] + [(Causal(), 30.0)]
     sizes = {"name": "triton", "batch": 1, "seqlen_q": 8192, "dtype": dtype, "direction": direction}
     return [

@@ -67,7 +67,8 @@ def repair_rows(
     row = tl.arange(0, TILE_M)
     rows, limit, at_m = m * TILE_M + row, seqlen_q - m * TILE_M, (m * TILE_M).to(tl.int64)
     dims, v_dims = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
-    own, own_dims, own_columns = (dims, WIDTH, COLUMNS) if GRADIENT else (v_dims, V_WIDTH, V_COLUMNS)
+    own = dims if GRADIENT else v_dims
+    own_columns: tl.constexpr = COLUMNS if GRADIENT else V_COLUMNS
     x += b.to(tl.int64) * x_batch + h.to(tl.int64) * x_head + at_m * x_row
     at = pair.to(tl.int64) * seqlen_q + rows
     lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
@@ -95,13 +96,13 @@ def repair_rows(
             r_first, r_free, r_last = tl.load(span), tl.load(span + 1), tl.load(span + 2)
         else:
             begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
-        acc, total = tl.zeros([TILE_M, own_dims], tl.float32), tl.zeros([TILE_M], tl.float32)
+        acc, total = tl.zeros_like(old), tl.zeros([TILE_M], tl.float32)
         for r in range(r_first, r_last):
             if MASK == "tiles":
                 j_first, j_last = tl.load(runs + r * 4) * TILE_N, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_N, seqlen_k)
                 ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
             else:
-                first, last, _, _ = walk(begin, end, rows, seqlen_q, TILE_N)
+                first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
                 j_first, j_last = first * TILE_N, tl.minimum(last * TILE_N, seqlen_k)
             for j in range(j_first, j_last):
                 key = tl.zeros([1], tl.int32) + j
@@ -176,7 +177,7 @@ def repair_columns(
                     i_first, i_last = tl.load(runs + r * 4) * TILE_M, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_M, seqlen_q)
                     ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
                 else:
-                    first, last, _, _ = walk(begin, end, rows, seqlen_k, TILE_M)
+                    first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
                     i_first, i_last = first * TILE_M, tl.minimum(last * TILE_M, seqlen_q)
                 for i in range(i_first, i_last):
                     query = tl.zeros([1], tl.int32) + i
@@ -196,7 +197,7 @@ def repair_columns(
                         blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
                         words = kept(query, blocks, tl.cast(pair, tl.int32), seed, offset, threshold, 1, TILE_N // 4)
                         keep = tl.sum(words.to(tl.int32), 0) > 0
-                    _, dropped, d_s = _weights(
+                    p, dropped, d_s = _weights(
                         k_tile, q_tile, d_o_tile, v_tile, tl.load(lse + at), tl.load(delta + at), query, rows, seqlen_q, seqlen_k, scale,
                         softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI,
                         DROPOUT,

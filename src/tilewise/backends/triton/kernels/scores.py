@@ -26,11 +26,12 @@ def distance(rows, columns, diagonal):
 
 @triton.jit
 def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """q.k as a score before bias and ALiBi, and the softcap's derivative."""
+    """q.k as a score before bias and ALiBi, and the softcap's derivative (1.0 without one)."""
+    x, derivative = s * scale, 1.0
     if SOFTCAP:
         t = tanh(s * (scale / softcap))
-        return t * softcap, 1.0 - t * t
-    return s * scale, 1.0
+        x, derivative = t * softcap, 1.0 - t * t
+    return x, derivative
 
 
 @triton.jit
