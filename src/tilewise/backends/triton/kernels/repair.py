@@ -102,7 +102,7 @@ def repair_rows(
                 j_first, j_last = tl.load(runs + r * 4) * TILE_N, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_N, seqlen_k)
                 ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
             else:
-                first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
+                first, last, _free, _stop = walk(begin, end, rows, seqlen_q, TILE_N)
                 j_first, j_last = first * TILE_N, tl.minimum(last * TILE_N, seqlen_k)
             for j in range(j_first, j_last):
                 key = tl.zeros([1], tl.int32) + j
@@ -177,7 +177,7 @@ def repair_columns(
                     i_first, i_last = tl.load(runs + r * 4) * TILE_M, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_M, seqlen_q)
                     ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
                 else:
-                    first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
+                    first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
                     i_first, i_last = first * TILE_M, tl.minimum(last * TILE_M, seqlen_q)
                 for i in range(i_first, i_last):
                     query = tl.zeros([1], tl.int32) + i
@@ -197,7 +197,7 @@ def repair_columns(
                         blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
                         words = kept(query, blocks, tl.cast(pair, tl.int32), seed, offset, threshold, 1, TILE_N // 4)
                         keep = tl.sum(words.to(tl.int32), 0) > 0
-                    p, dropped, d_s = _weights(
+                    _p, dropped, d_s = _weights(
                         k_tile, q_tile, d_o_tile, v_tile, tl.load(lse + at), tl.load(delta + at), query, rows, seqlen_q, seqlen_k, scale,
                         softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI,
                         DROPOUT,
