@@ -113,7 +113,7 @@ class Formula(Backend):
     {
         "runtime/dispatch.py": [
             ("    from tilewise.backends.hopper import Hopper\n", "    from tilewise.backends.formula import Formula\n"),
-            ("Hopper(), Cpu()", "Formula(), "),
+            ("Hopper(), Triton(), Cpu()", "Formula(), "),
         ]
     },
     """

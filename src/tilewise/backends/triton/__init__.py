@@ -25,9 +25,9 @@ class Triton(Backend):
         takes = "cpu" if targets.interpreted() else "cuda"
         if problem.device != takes:
             return [f"it computes on GPUs, the tensors are on {problem.device}"]
-        if refused := targets.why_not(problem.capability):
-            return [refused]
-        reasons = problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
+        refused = targets.why_not(problem.capability)
+        reasons = [refused] if refused else []
+        reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
         if max(problem.head_dim, problem.head_dim_v) > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
         return reasons
@@ -47,10 +47,6 @@ class Triton(Backend):
         target, passes = targets.of_device(call.q.device), ["forward", *(("dkdv", "dq") if call.grad else ())]
         found = [(name, config_of(target, name, call.q.dtype, call.head_dim, call.head_dim_v)) for name in passes]
         return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {target.arch}" for name, c in found]
-
-    def reads(self, problem: Problem) -> bool:
-        """Nothing on the host, of documents either."""
-        return False
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the forward pass."""
