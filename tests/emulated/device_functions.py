@@ -7,9 +7,10 @@ from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward.finish import share_before
 from tilewise.backends.hopper.decode import kernel as decode
 from tilewise.backends.hopper.decode import scheduler
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Work
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.operands import Draw
+from tilewise.backends.tables.window import Window
 from tilewise.sm90 import eight_bits, fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Constexpr,

@@ -12,8 +12,8 @@ from emulator.backend import NEEDED, Emulated
 
 from tilewise.backends.hopper.decode import call as decoding
 from tilewise.backends.hopper.decode.config import configure
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Window, Work
-from tilewise.backends.hopper.decode.window import FAR
+from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Work
+from tilewise.backends.tables.window import FAR, Window
 from tilewise.sm90 import jit
 
 pytestmark = NEEDED

@@ -10,10 +10,10 @@ from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.decode import call as decode
 from tilewise.backends.hopper.decode.config import LEAST_BOX, latent_dims
 from tilewise.backends.hopper.decode.config import tile_dims as cached_tile_dims
-from tilewise.backends.hopper.decode.window import window_of
 from tilewise.backends.hopper.eight_bits import call as eight_bits
 from tilewise.backends.hopper.forward import call as forward
 from tilewise.backends.hopper.forward.config import TILES, tile_dims
+from tilewise.backends.tables.window import window_of
 from tilewise.masks import Mask
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit

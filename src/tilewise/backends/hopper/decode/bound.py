@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode import pools, prefix
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tables, Tensors, Work
 from tilewise.backends.hopper.operands import Scores
+from tilewise.backends.tables.window import Window
 from tilewise.problem import DecodeCall, DecodeTensors
 from tilewise.sm90.jit import aligned, in_place
 from tilewise.views import part

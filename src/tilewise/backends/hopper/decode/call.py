@@ -13,12 +13,12 @@ from tilewise.backends.hopper.decode.bound import Decoder, Prefixed, kept
 from tilewise.backends.hopper.decode.config import IN_FLIGHT, LEAST_BOX, TILE_M, TILES, Config, Rotary, configure, latent_dims, tile_dims
 from tilewise.backends.hopper.decode.config import shipped as shipped_configs
 from tilewise.backends.hopper.decode.extents import capacity_of, few_keys, latent, rows_of, rows_of_unit
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
-from tilewise.backends.hopper.decode.window import window_of
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.hopper.decode.workspace import Need
 from tilewise.backends.hopper.forward import plan
 from tilewise.backends.hopper.operands import Scores
 from tilewise.backends.hopper.stand_ins import Floats, StandIns
+from tilewise.backends.tables.window import Window, window_of
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import DecodeCall
 from tilewise.sm90 import jit, prebuilt

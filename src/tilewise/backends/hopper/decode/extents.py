@@ -13,7 +13,7 @@ from tilewise.backends.hopper.decode.config import (
     WIDE,
     tile_dims,
 )
-from tilewise.backends.hopper.decode.window import FAR, window_of
+from tilewise.backends.tables.window import FAR, window_of
 from tilewise.problem import DecodeCall
 
 

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from tilewise.backends.hopper.decode import beginning, loads, merge, rows, scheduler, widen
 from tilewise.backends.hopper.decode.config import TILE_M, Config
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Place, Sequence, Shape, Start, clamped
 from tilewise.backends.hopper.operands import Scores
 from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.tables.window import Window
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Constexpr,

@@ -15,11 +15,12 @@ from typing import NamedTuple
 from tilewise.backends.hopper.decode import beginning, loads, merge, rows, scheduler
 from tilewise.backends.hopper.decode import kernel as decode
 from tilewise.backends.hopper.decode.config import WARPGROUP, Config
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.hopper.decode.rows import Unit
 from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
 from tilewise.backends.hopper.operands import Scores
 from tilewise.backends.hopper.scores import logits as scores
+from tilewise.backends.tables.window import Window
 from tilewise.sm90 import fragments, tma, wgmma
 from tilewise.sm90.dsl import (
     Constexpr,

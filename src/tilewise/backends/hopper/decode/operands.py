@@ -95,13 +95,6 @@ class Work(NamedTuple):
     polls: int  # of a block with nothing else to do, at least, for the other pieces of its unit
 
 
-class Window(NamedTuple):
-    """A row at position p sees the keys [p + lo, p + hi]."""
-
-    lo: int
-    hi: int
-
-
 class New(NamedTuple):
     """Tokens on their way into caches; packed ones are those of one entry. entries and capacity as in `Tensors`; tokens: new, or total_new."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.decode.config import latent_dims
 from tilewise.backends.hopper.decode.operands import Prior
-from tilewise.backends.hopper.decode.window import FAR, window_of
+from tilewise.backends.tables.window import FAR, window_of
 from tilewise.masks import Full
 from tilewise.problem import DecodeCall
 

@@ -21,7 +21,8 @@ share. Each has a slot of its own: then no bit of a sequence depends on the othe
 from typing import NamedTuple
 
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Window, Work
+from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
+from tilewise.backends.tables.window import Window
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, Uint32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP, FAR = 32, 2**31 - 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.backends.hopper.decode.window import FAR, window_of
+from tilewise.backends.tables.window import FAR, window_of
 from tilewise.masks import Causal, FirstKeys, Full, PrefixLM, SlidingWindow
 
 

@@ -1,13 +1,20 @@
 """A mask as seen from each query's own position: the keys from `lo` to `hi` places further, if it can be said so."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
-from tilewise.backends.hopper.decode.operands import Window
 from tilewise.masks import Full, Mask
 from tilewise.masks.band_tables import INF
 
 FAR = 1 << 30  # beyond every length; sums of two still fit 32 bits
 QUERIES, KEYS = 1 << 20, (1 << 40, (1 << 40) + 12345)  # lengths on which a mask is tried
+
+
+class Window(NamedTuple):
+    """A row at position p sees the keys [p + lo, p + hi]."""
+
+    lo: int
+    hi: int
 
 
 @lru_cache(maxsize=256)
