@@ -1,13 +1,15 @@
 """The Triton backend: any GPU that Triton compiles for, from one source (kernels/)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tilewise.backends import Backend
+from tilewise.backends import Backend, BoundDecode
 from tilewise.backends.triton import targets
-from tilewise.problem import Call, Gradients, Problem
+from tilewise.masks import Mask
+from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Triton"]
 
@@ -47,6 +49,30 @@ class Triton(Backend):
         target, passes = targets.of_device(call.q.device), ["forward", *(("dkdv", "dq") if call.grad else ())]
         found = [(name, config_of(target, name, call.q.dtype, call.head_dim, call.head_dim_v)) for name in passes]
         return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {target.arch}" for name, c in found]
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        """Only where sequences are calls of their own."""
+        from tilewise.backends.triton import decode
+
+        return decode.cuts_sequences(problem, mask)
+
+    def why_not_decode(self, problem: Problem) -> list[str]:
+        """As `why_not`; decode has larger head dims."""
+        from tilewise.backends.triton import decode
+
+        return [*self.why_not(replace(problem, head_dim=1, head_dim_v=1)), *decode.why_not_dims(problem.head_dim, problem.head_dim_v)]
+
+    def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
+        """What computes calls like this one, by split-KV."""
+        from tilewise.backends.triton import decode
+
+        return decode.bind(call)
+
+    def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
+        """What writes calls like this one."""
+        from tilewise.backends.triton import append
+
+        return append.bind(call)
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the forward pass."""

@@ -111,7 +111,7 @@ class Bound:
         self.dtypes = tuple(
             (name, x.dtype) for name, x in (("q", call.q), ("bias", call.bias), ("d_bias", call.bias), ("sink", call.sink)) if x is not None
         )
-        self.strided = all(_wide(x) for x in (call.q, call.k, call.v))
+        self.strided = all(wide(x) for x in (call.q, call.k, call.v))
         self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
@@ -225,7 +225,7 @@ class Bound:
 
     def run(self, function: Callable, config: configs.Config, mask: str, operands: Mapping[str, Tensor], **more: object) -> Callable:
         """What launches the kernel for tensors that lie as these do."""
-        aligned = self.strided and all(x.data_ptr() % ALIGNED == 0 and _wide(x) for x in operands.values())
+        aligned = self.strided and all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in operands.values())
         return self._launcher(function, config, mask, aligned, tuple(more.items()))
 
     @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
@@ -337,7 +337,7 @@ def _drawn(dropout: Dropout) -> dict[str, object]:
     }
 
 
-def _wide(x: Tensor) -> bool:
+def wide(x: Tensor) -> bool:
     """Whether rows of x begin at multiples of 16 bytes, if it does."""
     return all(step * x.element_size() % ALIGNED == 0 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1)
 

@@ -14,10 +14,11 @@ class Config(NamedTuple):
     tile_n: int
     warps: int
     stages: int
+    fused: bool = True  # a product and a sum are rounded once, which Triton is about to leave off by default
 
     def options(self, target: Target) -> dict[str, object]:
-        """For Triton's compiler. Products and sums are fused, which Triton is about to leave off by default."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        """For Triton's compiler."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
 
 
 class Parts(NamedTuple):
@@ -48,8 +49,8 @@ def power(dim: int) -> int:
 
 
 def head_class(head_dim: int, head_dim_v: int) -> int:
-    """64, 128, 192, 256 or 512: the smallest that holds both."""
-    return next(each for each in (64, 128, 192, 256, 512) if max(head_dim, head_dim_v) <= each)
+    """64, 128, 192, 256, 512 or 576: the smallest that holds both."""
+    return next(each for each in (64, 128, 192, 256, 512, 576) if max(head_dim, head_dim_v) <= each)
 
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
@@ -78,11 +79,17 @@ FALLBACK = {  # for whatever has no row: pass, head class
     ("dq", 192): Config(32, 32, 4, 1),
     ("dq", 256): Config(32, 32, 8, 1),
     ("dq", 512): Config(16, 16, 8, 1),
+    ("decode", 64): Config(64, 64, 4, 2),
+    ("decode", 128): Config(64, 64, 4, 2),
+    ("decode", 192): Config(32, 32, 4, 2),
+    ("decode", 256): Config(32, 32, 4, 2),
+    ("decode", 512): Config(16, 16, 4, 1),
+    ("decode", 576): Config(16, 16, 4, 1),
 }
 
 
 def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """Of a pass: "forward", "dkdv" or "dq"."""
+    """Of a pass: "forward", "dkdv", "dq" or "decode", whose tiles have `tile_m` rows at most."""
     dims = head_class(head_dim, head_dim_v)
     row = TABLE.get((target.family, purpose, dtype.itemsize, dims))
     return FALLBACK[purpose, dims] if row is None else row[0]

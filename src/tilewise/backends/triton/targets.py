@@ -41,6 +41,11 @@ class Target(NamedTuple):
         """Shared memory that one thread block may have."""
         return SHARED_KIB[self.family] * KIB
 
+    @property
+    def knows_e4m3(self) -> bool:
+        """Whether it converts float8_e4m3fn by instructions of its own."""
+        return self.nvidia and int(self.arch[3:]) >= 89
+
     def gpu(self):
         """As Triton names it."""
         from triton.backends.compiler import GPUTarget

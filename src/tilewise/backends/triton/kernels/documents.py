@@ -5,13 +5,20 @@ import triton.language as tl
 
 
 @triton.jit
-def _document(at, place, documents, last):
-    """The document of each place: the largest d with cu_seqlens[d] <= place, of those below `documents`; bad cu_seqlens lead to no other memory."""
-    low = tl.zeros_like(place)
+def document_of(at, place, documents, last, GROUP: tl.constexpr = 1, TILE: tl.constexpr = 0):
+    """The document of each place: the largest d with cu_seqlens[d] <= place, of those below `documents`; bad cu_seqlens lead to no other memory.
+
+    With TILE a place is a tile of so many rows, of which a token has GROUP: document d's first is cu_seqlens[d] GROUP // TILE + d, so that it has
+    as many as it needs.
+    """
+    low = place * 0
     high = low + documents
     for _ in range(0, last):
         middle = (low + high) // 2
-        before = tl.load(at + middle) <= place
+        first = tl.load(at + middle)
+        if TILE:
+            first = first.to(tl.int64) * GROUP // TILE + middle
+        before = first <= place
         low = tl.where(before & (middle < documents), middle, low)
         high = tl.where(before & (middle < documents), high, middle)
     return low
@@ -30,7 +37,7 @@ def ends_of_documents(
     limit = seqlen_k if KEYS else seqlen_q
     others = seqlen_q if KEYS else seqlen_k
     own, other = (cu_k, cu_q) if KEYS else (cu_q, cu_k)
-    document = _document(own, rows, documents, steps)
+    document = document_of(own, rows, documents, steps)
     start, stop = tl.load(own + document), tl.load(own + document + 1)
     other_start, other_stop = tl.load(other + document), tl.load(other + document + 1)
     place = rows - start

@@ -59,3 +59,35 @@ def store_rows(at, x, rows, stride, columns, limit, COLUMNS: tl.constexpr, EMULA
     if COLUMNS:
         exists = exists & (columns[None, :] < COLUMNS)
     tl.store(at + rows[:, None] * stride + columns[None, :], narrow(x, at.dtype.element_ty, EMULATED), mask=exists)
+
+
+@triton.jit
+def gather(at, offsets, columns, exists, COLUMNS: tl.constexpr):
+    """A tile of rows that begin at these offsets, those that exist, and 0 elsewhere: (rows, columns), or transposed where its operands are.
+
+    COLUMNS: as of `load_rows`.
+    """
+    if COLUMNS:
+        exists = exists & (columns < COLUMNS)
+    return tl.load(at + offsets + columns, mask=exists, other=0.0)
+
+
+@triton.jit
+def scatter(at, x, offsets, columns, exists, COLUMNS: tl.constexpr, EMULATED: tl.constexpr):
+    """Write such a tile in the memory's dtype."""
+    if COLUMNS:
+        exists = exists & (columns < COLUMNS)
+    tl.store(at + offsets + columns, narrow(x, at.dtype.element_ty, EMULATED), mask=exists)
+
+
+@triton.jit
+def widened(x, scale, dtype: tl.constexpr, E4M3: tl.constexpr, EMULATED: tl.constexpr):
+    """Elements of 8 bits times their scale, rounded once. E4M3: int8 has the bits of e4m3, for GPUs that do not know it."""
+    if E4M3:
+        bits = x.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)  # as fp16, which has 8 powers of 2 more below
+        y = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        y = tl.where((bits & 0x7F) == 0x7F, float("nan"), y)
+    else:
+        y = x.to(tl.float32)
+    return narrow(y * scale, dtype, EMULATED)

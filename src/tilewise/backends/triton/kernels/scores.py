@@ -35,6 +35,33 @@ def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def online(x, factor, top, total):
+    """One step of the online softmax, by scores x * factor in base 2: their weights, what sums so far fade by, and the next total and top."""
+    higher = tl.maximum(top, tl.max(x, 1) * factor)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.math.exp2(x * factor - safe[:, None])
+    fading = tl.math.exp2(top - safe)
+    return p, fading, total * fading + tl.sum(p, 1), higher
+
+
+@triton.jit
+def joined(more, top, total):
+    """The same for one more score of each row, in base 2, which has no value: a sink."""
+    higher = tl.maximum(top, more)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    fading = tl.math.exp2(top - safe)
+    return fading, total * fading + tl.math.exp2(more - safe), higher
+
+
+@triton.jit
+def settled(top, total):
+    """What a row's sum of values is multiplied by, and LSE in base e: 0 and -inf for rows that see nothing."""
+    seen = total != 0.0
+    some = tl.where(seen, total, 1.0)
+    return tl.where(seen, 1.0 / some, 0.0), tl.where(seen, (top + tl.math.log2(some)) * LN2, float("-inf"))
+
+
+@triton.jit
 def kept(rows, blocks, pair, seed, offset, threshold, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Which pairs dropout keeps, bool (ROWS, 4 BLOCKS), of query rows and of blocks of four keys; pair: number of batch entry and head."""
     zero = tl.zeros([ROWS, BLOCKS], tl.uint32)

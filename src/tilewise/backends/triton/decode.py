@@ -1,0 +1,239 @@
+"""Decode seen from torch: what the kernels cover, and calls whose kernels and numbers were found once.
+
+Keys are shared out by the number of multiprocessors and by shapes; how many a sequence has, its programs find on the device.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilewise.backends.tables.window import window_of
+from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.bound import ALIGNED, PARTS, on, wide
+from tilewise.backends.triton.kernels import decode as kernels
+from tilewise.backends.triton.launch import Kernel, interpreted, launcher
+from tilewise.backends.triton.targets import of_device
+from tilewise.errors import EIGHT_BITS, check_memory
+from tilewise.masks import Mask
+from tilewise.problem import DecodeCall, DecodeTensors, Problem, in_fp32
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+MOST_DIM, MOST_DIM_V = 576, 512
+LEAST_KEYS = 256  # of a part, where a split is not given
+PER_MULTIPROCESSOR = 2  # programs that there are parts for
+MOST_BYTES = 1 << 30  # of parts, with a split
+MULTIPROCESSORS = 8  # that Triton's interpreter stands for
+MERGE = configs.Config(4, 16, 4, 1)
+READ = DecodeTensors.getter(
+    "q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "alibi_slopes", "sink", "k_scale", "v_scale",
+    "rotary_cos", "rotary_sin",
+)  # fmt: skip
+
+
+def why_not(call: DecodeCall) -> list[str]:
+    """Sentences that say why the kernels do not cover the call; empty where they do."""
+    dtype, cached = call.q.dtype, {call.k_cache.dtype, call.v_cache.dtype}
+    reasons = why_not_dims(call.q.shape[-1], call.v_cache.shape[3])
+    if dtype not in DTYPES or not (cached == {dtype} or cached <= set(EIGHT_BITS)):
+        reasons.append(f"it takes fp32, bf16 and fp16, and caches of q's dtype or of 8 bits, not {dtype}, {cached}")
+    if window_of(call.mask) is None:
+        reasons.append(f"it takes masks of one band on the bottom right diagonal, not {call.mask}")
+    if call.cache_batch_idx is not None and call.page_table is not None:
+        reasons.append("it takes cache_batch_idx or page_table, not both")
+    if call.rotary is not None and not {call.rotary.cos.dtype, call.rotary.sin.dtype} <= set(DTYPES):
+        reasons.append(f"it takes rotary tables in fp32, bf16 and fp16, not {call.rotary.cos.dtype} and {call.rotary.sin.dtype}")
+    if call.rotary is not None and 0 in call.rotary.cos.shape:
+        reasons.append("a rotary table is empty")
+    if not reasons and call.split is not None and (size := Shares(call).bytes) > MOST_BYTES:
+        reasons.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of parts, more than {MOST_BYTES >> 20}")
+    return reasons
+
+
+def why_not_dims(head_dim: int, head_dim_v: int) -> list[str]:
+    """The same of head dims alone."""
+    if head_dim <= MOST_DIM and head_dim_v <= MOST_DIM_V:
+        return []
+    return [f"it takes head_dim up to {MOST_DIM} and head_dim_v up to {MOST_DIM_V}, not {head_dim} and {head_dim_v}"]
+
+
+def cuts_sequences(problem: Problem, mask: Mask) -> bool:
+    """Whether sequences become calls of their own, cut by lengths on the host: `why_not` without tensors."""
+    return bool(why_not_dims(problem.head_dim, problem.head_dim_v)) or window_of(mask) is None
+
+
+def bind(call: DecodeCall) -> "Decoder | None":
+    """As `Backend.bind_decode`."""
+    return None if why_not(call) else Decoder(call)
+
+
+class Shares:
+    """How a call's rows and keys are shared out: found without looking at any length."""
+
+    def __init__(self, call: DecodeCall) -> None:
+        q, self.batch, self.heads_k = call.q, call.seqlens.shape[0], call.k_cache.shape[2]
+        target, self.ragged = of_device(q.device), call.cu_seqlens_q is not None
+        self.heads, self.seqlen_q = q.shape[-2], q.shape[0 if self.ragged else 1]
+        self.group = max(self.heads // max(self.heads_k, 1), 1)
+        self.capacity = (
+            0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
+        )
+        config = configs.config_of(target, "decode", q.dtype, q.shape[-1], call.v_cache.shape[3])
+        rows = self.group * (1 if self.ragged and call.split is not None else self.queries(call))
+        self.config = config._replace(tile_m=min(config.tile_m, max(configs.LEAST_DIM, 1 << (rows - 1).bit_length())))
+        tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
+        self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
+        self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
+        self.rows = (self.seqlen_q if self.ragged else self.batch * self.seqlen_q) * self.heads
+        tile_n, self.fixed = self.config.tile_n, call.split is not None
+        if call.split is not None:
+            self.piece = -(-max(call.split, 1) // tile_n) * tile_n
+            self.splits = max(-(-self.capacity // self.piece), 1)
+        else:
+            self.piece, most = LEAST_KEYS, -(-self.capacity // LEAST_KEYS)
+            programs = PER_MULTIPROCESSOR * _multiprocessors(q.device)
+            self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), most), 1)
+        self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
+
+    def queries(self, call: DecodeCall) -> int:
+        """Of a sequence, on average where they are packed."""
+        return max(-(-self.seqlen_q // max(self.batch, 1)), 1) if self.ragged else max(self.seqlen_q, 1)
+
+
+class Decoder:
+    """Calls of one launch, or two, as `Backend.bind_decode` has them."""
+
+    def __init__(self, call: DecodeCall) -> None:
+        self.shares, self.target, self.device = Shares(call), of_device(call.q.device), call.q.device
+        self.dtype, self.dim_v = call.q.dtype, call.v_cache.shape[3]
+        self.shape = (*call.q.shape[:-1], self.dim_v)
+        shares, window, page_size = self.shares, window_of(call.mask), call.k_cache.shape[1]
+        assert window is not None  # or `why_not` had said so
+        self.numbers = {
+            "batch": shares.batch, "seqlen_q": shares.seqlen_q, "heads": shares.heads, "heads_k": shares.heads_k, "m_tiles": shares.m_tiles,
+            "steps": (shares.batch + 1).bit_length() + 1, "capacity": shares.capacity, "page_size": page_size, "splits": shares.splits,
+            "piece": shares.piece, "low": window.lo, "high": window.hi, "scale": call.scale, "softcap": in_fp32(call.softcap),
+            "rows_of_all": shares.rows, "o_row": self.dim_v, "lse_batch": shares.heads * shares.seqlen_q, "lse_head": shares.seqlen_q,
+            "entries": call.k_cache.shape[0],
+        }  # fmt: skip
+        self.stored = tuple(self._stored(x.dtype) for x in (call.k_cache, call.v_cache))
+        self.constants = self._constants(call)
+        cos, sin, _ = call.rotary or (None, None, None)
+        typed = {"lengths": call.seqlens, "starts": call.cu_seqlens_q, "pages": call.page_table, "entry_of": call.cache_batch_idx,
+                 "leftpad": call.leftpad, "cos": cos, "sin": sin}  # fmt: skip
+        self.dtypes = tuple({"q": self.dtype, "sink": torch.float32, "k_cache": self.stored[0], "v_cache": self.stored[1]}.items()) + tuple(
+            (name, x.dtype) for name, x in typed.items() if x is not None
+        )
+
+    def _constants(self, call: DecodeCall) -> dict[str, object]:
+        shares, config = self.shares, self.shares.config
+        bits = ["" if x.dtype == self.dtype else "own" if x.dtype == stored else "e4m3"
+                for x, stored in zip((call.k_cache, call.v_cache), self.stored, strict=True)]  # fmt: skip
+        scaled = ["" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)]
+        changes = {"SOFTCAP": call.softcap > 0.0, "ALIBI": call.alibi_slopes is not None}
+        constants = {
+            "RAGGED": shares.ragged, "SPLIT": shares.splits > 1, "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
+            "PAGES": "" if call.page_table is None else "row" if call.k_cache.shape[1] % config.tile_n else "tile",
+            "SEVERAL": call.max_seqlen_q > 1 or call.tree is not None, "LEFTPAD": call.leftpad is not None, "TREE": call.tree is not None,
+            "K_BITS": bits[0], "V_BITS": bits[1], "K_SCALE": scaled[0], "V_SCALE": scaled[1],
+            "ROTARY": "" if call.rotary is None else "interleaved" if call.rotary.interleaved else "half",
+            "MODIFIED": any(changes.values()) or call.scale <= 0.0,  # as in the forward pass
+            "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages,
+            "PRECISION": "tf32x3" if self.dtype == torch.float32 and self.target.nvidia else "ieee", "EMULATED": interpreted(), **changes,
+        }  # fmt: skip
+        for names, dim in zip(PARTS, (call.q.shape[-1], self.dim_v), strict=True):
+            constants |= dict(zip(names, configs.parts(dim), strict=True))
+        return constants
+
+    def _stored(self, dtype: torch.dtype) -> torch.dtype:
+        """What elements are in memory, as the GPU's own instructions know them."""
+        return torch.int8 if dtype == torch.float8_e4m3fn and not self.target.knows_e4m3 else dtype
+
+    def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """O and LSE, contiguous."""
+        q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
+        shares = self.shares
+        o = out if out is not None and out.is_contiguous() else torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        shape = (shares.heads, shares.seqlen_q) if shares.ragged else (shares.batch, shares.heads, shares.seqlen_q)
+        lse = torch.empty(shape, dtype=torch.float32, device=self.device)
+        if lse.numel() == 0:
+            return o, lse
+        check_memory(q=q, k_cache=k, v_cache=v, alibi_slopes=slopes, sink=sink)
+        q, k, v = map(in_rows, (q, k, v))
+        k, v = (x if x.dtype == stored else x.view(stored) for x, stored in zip((k, v), self.stored, strict=True))
+        arguments: dict[str, object] = self.numbers | {
+            "q": q,
+            "k_cache": k,
+            "v_cache": v,
+            "o": o,
+            "lse": lse,
+            "lengths": seqlens.contiguous(),
+        }
+        arguments |= strides("q", q[None] if shares.ragged else q, "batch", "row", "head")
+        for name, x in (("k_cache", k), ("v_cache", v)):
+            arguments |= strides(name, x, "page", "row", "head")
+        for name, x in (("starts", starts), ("entry_of", entry_of), ("leftpad", leftpad)):
+            arguments[name] = None if x is None else x.contiguous()
+        if pages is not None:
+            arguments |= {"pages": (pages := in_rows(pages)), "pages_batch": pages.stride(0)}
+        if tree is not None:
+            new = tree.shape[1]
+            arguments |= {"tree": tree.contiguous().view(torch.int8), "tree_batch": 0 if tree.shape[0] == 1 else new * new, "new": new}
+        if slopes is not None:
+            arguments |= {"slopes": slopes.float().contiguous(), "slopes_batch": 0 if slopes.shape[0] == 1 else shares.heads}
+        if sink is not None:
+            arguments["sink"] = sink.float().contiguous()
+        for name, x in (("k", k_scale), ("v", v_scale)):
+            if x is not None:
+                arguments |= {f"{name}_scale": x} | strides(f"scale_{name}", self._spread(x), "page", "row", "head")
+        if cos is not None and sin is not None:
+            arguments |= tables(cos, sin)
+        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, o))
+        with on(self.device):
+            if shares.splits > 1:
+                arguments["partial_o"] = torch.empty(shares.splits, shares.rows, self.dim_v, dtype=torch.float32, device=self.device)
+                arguments["partial_lse"] = torch.empty(shares.splits, shares.rows, dtype=torch.float32, device=self.device)
+            self._launcher(kernels.decode, aligned)(shares.tiles * shares.splits * shares.heads_k, arguments)
+            if shares.splits > 1:
+                self._launcher(kernels.merge, aligned)(-(-shares.rows // MERGE.tile_m), arguments)
+        return o, lse
+
+    def _spread(self, scale: Tensor) -> Tensor:
+        """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""
+        return scale if scale.dim() == 3 else scale.expand(self.shares.batch, self.shares.heads_k)[:, None]
+
+    @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
+    def _launcher(self, function: Callable, aligned: bool) -> Callable:
+        return launcher(self.kernel(function, aligned), self.target)
+
+    def kernel(self, function: Callable, aligned: bool) -> Kernel:
+        """`kernels.decode` or `kernels.merge`, with its constants."""
+        constants, config = self.constants, self.shares.config
+        if function is kernels.merge:
+            whole = max(configs.LEAST_DIM, 1 << (self.dim_v - 1).bit_length())
+            config = MERGE
+            constants = constants | {"TILE_M": MERGE.tile_m, "V_DIM": whole, "V_COLUMNS": self.dim_v if whole != self.dim_v else 0}
+        names = set(function.arg_names)
+        return Kernel(function, tuple((name, value) for name, value in constants.items() if name in names), self.dtypes, config, aligned)
+
+
+def strides(name: str, x: Tensor, *axes: str) -> dict[str, int]:
+    """x's strides, but for the last, as kernels name them."""
+    return {f"{name}_{axis}": step for axis, step in zip(axes, x.stride(), strict=False)}
+
+
+def tables(cos: Tensor, sin: Tensor) -> dict[str, object]:
+    """Rotary tables as kernels take them."""
+    cos, sin = in_rows(cos), in_rows(sin)
+    found: dict[str, object] = {"cos": cos, "sin": sin, "cos_row": cos.stride(0), "sin_row": sin.stride(0)}
+    return found | {"pairs": cos.shape[1], "positions": cos.shape[0]}
+
+
+def in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return MULTIPROCESSORS if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
