@@ -12,6 +12,8 @@ from tilewise.backends.triton.kernels.products import dot, gather, narrow, scatt
 from tilewise.backends.triton.kernels.rotation import turned
 from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, joined, modify, online, settled
 
+FEWER = tl.constexpr(128.0)  # keys of a tile; one more than it is exact in 16 bits
+
 
 @triton.jit
 def _clamped(x, most):
@@ -23,22 +25,24 @@ def _clamped(x, most):
 def _slots(keys, n, exists, entry, pages, page_size, entries, PAGES: tl.constexpr):
     """Entry or page of a tile of keys from n on, and their places there. PAGES: "tile" where a page holds whole tiles, "row", or "" for none."""
     if PAGES == "tile":
-        page = tl.load(pages + n // page_size).to(tl.int64)
-        return tl.minimum(tl.maximum(page, 0), entries - 1), (n % page_size + keys - n).to(tl.int64)
-    if PAGES == "row":
-        page = tl.load(pages + keys // page_size, mask=exists, other=0).to(tl.int64)
-        return tl.minimum(tl.maximum(page, 0), entries - 1), (keys % page_size).to(tl.int64)
-    return entry, keys.to(tl.int64)
+        page, place = tl.load(pages + n // page_size), n % page_size + keys - n
+    elif PAGES == "row":
+        page, place = tl.load(pages + keys // page_size, mask=exists, other=0), keys % page_size
+    else:
+        page, place = entry, keys
+    return tl.minimum(tl.maximum(page.to(tl.int64), 0), entries - 1), place.to(tl.int64)
 
 
 @triton.jit
 def _scales(at, page, place, page_stride, row_stride, exists, SCALE: tl.constexpr):
     """The scale of each key, or the one of all."""
     if SCALE == "token":
-        return tl.load(at + page * page_stride + place * row_stride, mask=exists, other=0.0)
-    if SCALE == "head":
-        return tl.load(at)
-    return 1.0
+        scale = tl.load(at + page * page_stride + place * row_stride, mask=exists, other=0.0)
+    elif SCALE == "head":
+        scale = tl.load(at)
+    else:
+        scale = 1.0
+    return scale
 
 
 @triton.jit
@@ -47,12 +51,12 @@ def _values(p, sees, acc, x, CAREFUL: tl.constexpr, PRECISION: tl.constexpr, EMU
     if CAREFUL:
         wide = x.to(tl.float32)
         finite = tl.abs(wide) < float("inf")
-        weight, none = narrow(tl.where(sees, 1.0, 0.0), x.dtype, EMULATED), tl.zeros([acc.shape[0], acc.shape[1]], tl.float32)
-        above = narrow(tl.where(finite | (wide < 0.0), 0.0, 1.0), x.dtype, EMULATED)  # NaN is both
-        below = narrow(tl.where(finite | (wide > 0.0), 0.0, 1.0), x.dtype, EMULATED)
+        code = tl.where(finite | (wide < 0.0), 0.0, 1.0) + tl.where(finite | (wide > 0.0), 0.0, FEWER)  # inf, -inf, and both for NaN
         acc = dot(p, narrow(tl.where(finite, wide, 0.0), x.dtype, EMULATED), acc, PRECISION, EMULATED)
-        acc += tl.where(dot(weight, above, none, PRECISION, EMULATED) > 0.0, float("inf"), 0.0)
-        return acc + tl.where(dot(weight, below, none, PRECISION, EMULATED) > 0.0, float("-inf"), 0.0)
+        code, weight = narrow(code, x.dtype, EMULATED), narrow(tl.where(sees, 1.0, 0.0), x.dtype, EMULATED)
+        seen = dot(weight, code, tl.zeros([acc.shape[0], acc.shape[1]], tl.float32), PRECISION, EMULATED)
+        below = tl.floor(seen * (1.0 / FEWER)) * FEWER
+        return acc + tl.where(seen > below, float("inf"), 0.0) + tl.where(below > 0.0, float("-inf"), 0.0)
     return dot(p, x, acc, PRECISION, EMULATED)
 
 
@@ -75,14 +79,14 @@ def _visit(
         page, place = _slots(keys, n, exists, entry, pages, page_size, entries, PAGES)
         k_rows, v_rows = page * k_cache_page + place * k_cache_row, page * v_cache_page + place * v_cache_row
         k_tile = gather(k_cache, k_rows[None, :], dims[:, None], exists[None, :], 0 if DIM_B else CUT)
-        if K_BITS:
+        if K_BITS != "":
             by = _scales(k_scale, page, place, scale_k_page, scale_k_row, exists, K_SCALE)
             by = by[None, :] if K_SCALE == "token" else by
             k_tile = widened(k_tile, by, q.dtype, K_BITS == "e4m3", EMULATED)
         x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
         if DIM_B:
             k_tile_b = gather(k_cache + DIM, k_rows[None, :], tl.arange(0, DIM_B)[:, None], exists[None, :], CUT)
-            if K_BITS:
+            if K_BITS != "":
                 k_tile_b = widened(k_tile_b, by, q.dtype, K_BITS == "e4m3", EMULATED)
             x = dot(q_b, k_tile_b, x, PRECISION, EMULATED)
         if MODIFIED:
@@ -100,14 +104,14 @@ def _visit(
         p, fading, total, top = online(tl.where(sees, x, float("-inf")), factor, top, total)
         p = narrow(p, q.dtype, EMULATED)
         v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
-        if V_BITS:
+        if V_BITS != "":
             of_v = _scales(v_scale, page, place, scale_v_page, scale_v_row, exists, V_SCALE)
             of_v = of_v[:, None] if V_SCALE == "token" else of_v
             v_tile = widened(v_tile, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
         acc = _values(p, sees, acc * fading[:, None], v_tile, CAREFUL, PRECISION, EMULATED)
         if V_DIM_B:
             v_tile_b = gather(v_cache + V_DIM, v_rows[:, None], tl.arange(0, V_DIM_B)[None, :], exists[:, None], V_CUT)
-            if V_BITS:
+            if V_BITS != "":
                 v_tile_b = widened(v_tile_b, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
             acc_b = _values(p, sees, acc_b * fading[:, None], v_tile_b, CAREFUL, PRECISION, EMULATED)
     return acc, acc_b, total, top
@@ -125,7 +129,7 @@ def _queries(
 ):  # fmt: skip
     """The columns FIRST, FIRST + 1, ... of a tile of queries, rotated where they are yet to be."""
     x = gather(q + FIRST, rows[:, None], columns[None, :], exists[:, None], CUT)
-    if ROTARY:
+    if ROTARY != "":
         shown, at = exists[:, None], q + rows[:, None]
         y = turned(
             x.to(tl.float32), at, FIRST + columns[None, :], shown, position[:, None], cos, sin, cos_row, sin_row, pairs, positions,
@@ -192,16 +196,14 @@ def decode(
     q_rows = (start + token).to(tl.int64) * q_row + (rows % GROUP) * q_head
     k_cache += h_k.to(tl.int64) * k_cache_head
     v_cache += h_k.to(tl.int64) * v_cache_head
-    entry = tl.minimum(b, entries - 1).to(tl.int64)
-    if ENTRIES:
-        entry = _clamped(tl.load(entry_of + b, mask=b < batch, other=0), entries - 1).to(tl.int64)
-    if PAGES:
+    entry = tl.load(entry_of + b, mask=b < batch, other=0) if ENTRIES else b
+    if PAGES != "":
         pages += b.to(tl.int64) * pages_batch
-    if K_SCALE:
+    if K_SCALE != "":
         k_scale += h_k.to(tl.int64) * scale_k_head
         if K_SCALE == "head":
             k_scale += tl.minimum(b, batch - 1).to(tl.int64) * scale_k_page
-    if V_SCALE:
+    if V_SCALE != "":
         v_scale += h_k.to(tl.int64) * scale_v_head
         if V_SCALE == "head":
             v_scale += tl.minimum(b, batch - 1).to(tl.int64) * scale_v_page
