@@ -1,5 +1,6 @@
 """Triton's kernels on CPU tensors: a process in which Triton interprets them, since that is decided when they are imported."""
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -32,3 +33,4 @@ def _begin() -> None:
     import torch
 
     torch.set_num_threads(1)
+    atexit.register(os._exit, 0)  # before Triton's library lists what it leaks

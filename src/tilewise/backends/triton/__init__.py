@@ -58,6 +58,8 @@ class Triton(Backend):
 
     def why_not_decode(self, problem: Problem) -> list[str]:
         """As `why_not`; decode has larger head dims."""
+        if missing := _missing():
+            return [missing]
         from tilewise.backends.triton import decode
 
         return [*self.why_not(replace(problem, head_dim=1, head_dim_v=1)), *decode.why_not_dims(problem.head_dim, problem.head_dim_v)]

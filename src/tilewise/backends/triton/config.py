@@ -79,17 +79,23 @@ FALLBACK = {  # for whatever has no row: pass, head class
     ("dq", 192): Config(32, 32, 4, 1),
     ("dq", 256): Config(32, 32, 8, 1),
     ("dq", 512): Config(16, 16, 8, 1),
-    ("decode", 64): Config(64, 64, 4, 2),
-    ("decode", 128): Config(64, 64, 4, 2),
-    ("decode", 192): Config(32, 32, 4, 2),
-    ("decode", 256): Config(32, 32, 4, 2),
-    ("decode", 512): Config(16, 16, 4, 1),
-    ("decode", 576): Config(16, 16, 4, 1),
+    ("decode", 64): Config(16, 64, 4, 3),
+    ("decode", 128): Config(16, 64, 4, 3),
+    ("decode", 192): Config(16, 64, 4, 3),
+    ("decode", 256): Config(16, 32, 4, 3),
+    ("decode", 512): Config(16, 16, 8, 2),
+    ("decode", 576): Config(16, 16, 8, 2),
+    ("chunk", 64): Config(32, 64, 4, 3),
+    ("chunk", 128): Config(32, 64, 8, 3),
+    ("chunk", 192): Config(32, 32, 8, 2),
+    ("chunk", 256): Config(32, 32, 8, 2),
+    ("chunk", 512): Config(16, 16, 8, 2),
+    ("chunk", 576): Config(16, 16, 8, 2),
 }
 
 
 def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """Of a pass: "forward", "dkdv", "dq" or "decode", whose tiles have `tile_m` rows at most."""
+    """Of a pass: "forward", "dkdv", "dq", "decode" for at most 16 rows of a sequence, or "chunk" for more."""
     dims = head_class(head_dim, head_dim_v)
     row = TABLE.get((target.family, purpose, dtype.itemsize, dims))
     return FALLBACK[purpose, dims] if row is None else row[0]

@@ -79,9 +79,9 @@ class Shares:
         self.capacity = (
             0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
         )
-        config = configs.config_of(target, "decode", q.dtype, q.shape[-1], call.v_cache.shape[3])
-        rows = self.group * (1 if self.ragged and call.split is not None else self.queries(call))
-        self.config = config._replace(tile_m=min(config.tile_m, max(configs.LEAST_DIM, 1 << (rows - 1).bit_length())))
+        rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
+        purpose = "decode" if rows <= configs.LEAST_DIM else "chunk"
+        self.config = configs.config_of(target, purpose, q.dtype, q.shape[-1], call.v_cache.shape[3])
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
@@ -96,7 +96,7 @@ class Shares:
             self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), most), 1)
         self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
 
-    def queries(self, call: DecodeCall) -> int:
+    def queries(self) -> int:
         """Of a sequence, on average where they are packed."""
         return max(-(-self.seqlen_q // max(self.batch, 1)), 1) if self.ragged else max(self.seqlen_q, 1)
 

@@ -1,0 +1,96 @@
+"""Triton's decode, interpreted: right by the one tolerance, no NaN of unused tokens, nothing read that does not exist."""
+
+import math
+
+import pytest
+import torch
+import triton_problems as problems
+from decode_problems import DecodeCase
+from interpreted import interpreted
+
+from tilewise.masks import Causal, Full, SlidingWindow
+
+pytest.importorskip("triton")
+
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+FEW = 12  # random calls, of which half run every time
+CHANGES = {"softcap": 5.0, "alibi": True, "sink": True}
+CASES = [
+    DecodeCase(lengths=(0, 1, 63, 64, 65, 300)),
+    DecodeCase(
+        lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, mask=SlidingWindow(100, 0), dtype=torch.float16, **CHANGES
+    ),
+    DecodeCase(lengths=(70, 0, 140), queries=5, page=4, heads=(2, 2), dtype=torch.float32),
+    DecodeCase(lengths=(70, 0, 140), queries=(0, 0, 0), page=16, sink=True),
+    DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True, mask=Causal(offset=-2)),
+    DecodeCase(lengths=(70, 1, 600), queries=4, mask=SlidingWindow(50, 3), page=256),
+    DecodeCase(lengths=(2, 40, 300), queries=3, heads=(8, 2), mask=Full(), page=64),
+    DecodeCase(lengths=(70, 3, 0, 130), queries=7, tree=7, heads=(2, 1)),
+    DecodeCase(lengths=(70, 3, 0, 130), queries=3, tree=9, page=16, heads=(2, 1)),
+    DecodeCase(lengths=(1500,), heads=(16, 1), **CHANGES),
+    DecodeCase(lengths=(1500, 20), split=100, page=5),
+    DecodeCase(lengths=(70,), dims=(72, 40), **CHANGES),
+    DecodeCase(lengths=(70,), dims=(192, 128), queries=9, dtype=torch.float16),
+    DecodeCase(lengths=(70,), dims=(256, 256), heads=(2, 1)),
+    DecodeCase(lengths=(40,), dims=(576, 512), latent=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cases(case):
+    interpreted(problems.holds, case)
+
+
+def test_indices_in_int64():
+    interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 1, 90, 9), queries=(3, 1, 0, 5), page=16))
+    interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 3, 100, 0), leftpad=(5, 3, 20, 0), entries=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "kinds", "scales"),
+    [
+        (DecodeCase(lengths=(70, 1, 130, 0), queries=3, page=16), (E4M3, E4M3), ("token", "head")),
+        (DecodeCase(lengths=(70, 1, 100, 0), dtype=torch.float16), (E4M3, INT8), ("all", "sequence")),
+        (DecodeCase(lengths=(70, 300), dims=(72, 40), entries=True, dtype=torch.float32), (INT8, E4M3), (None, "token")),
+    ],
+    ids=str,
+)
+def test_caches_of_eight_bits(case, kinds, scales):
+    interpreted(problems.holds_in_eight_bits, case, kinds, scales)
+
+
+@pytest.mark.parametrize(
+    ("half", "interleaved", "table"), [(16, False, torch.float32), (32, True, torch.bfloat16), (3, False, torch.float16)]
+)
+def test_queries_that_are_yet_to_be_rotated(half, interleaved, table):
+    case = DecodeCase(lengths=(70, 1, 130), queries=2 if interleaved else (3, 1, 0), dims=(96, 64) if half == 3 else (64, 64))
+    interpreted(problems.holds_with_rotary, case, half, interleaved, table)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96)])
+def test_what_some_queries_see_stays_theirs(number, dims):
+    interpreted(problems.keeps_what_some_see_from_others, DecodeCase(lengths=(100,), queries=5, dims=dims), number)
+
+
+@pytest.mark.parametrize(
+    "case", [DecodeCase(lengths=(70, 130), page=16), DecodeCase(lengths=(70, 130, 9), queries=2, entries=True)], ids=str
+)
+def test_what_does_not_exist_is_not_read(case):
+    interpreted(problems.does_not_read_what_does_not_exist, case)
+
+
+def test_bound_calls():
+    interpreted(problems.writes_where_it_is_told, DecodeCase(lengths=(70, 300), queries=2, page=16))
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("seed", range(FEW))
+def test_random_calls(seed):
+    interpreted(problems.random_call, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(FEW, FEW + 400, 50))
+def test_many_random_calls(first):
+    assert sum(interpreted(problems.random_call, seed) for seed in range(first, first + 50)) > 30

@@ -1,0 +1,166 @@
+"""What is held of the Triton backend's decode and append where its kernels are interpreted (interpreted.py calls these)."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from unittest import mock
+
+import append_problems
+import decode_problems
+import pytest
+import torch
+from append_problems import AppendCase
+from decode_fuzz import checked, kind, problem
+from decode_problems import DecodeCase, held, with_eight_bits, with_int64, with_rotary
+from torch import Tensor
+
+import tilewise as tw
+from tilewise.backends.cpu import Cpu
+from tilewise.backends.tiled import Tiled
+from tilewise.backends.triton import Triton, decode
+from tilewise.problem import DecodeCall
+from tilewise.runtime import dispatch
+from tilewise.testing import poison
+
+MOST_WORK = 60_000  # rows times keys of a random call: more are slow to interpret
+LONGEST = 90  # tokens of its sequences, mostly
+
+
+def decoded(call: DecodeCall) -> tuple[Tensor, Tensor]:
+    """O and LSE, written to memory that was NaN; the same bits twice."""
+    results = []
+    for _ in range(2):
+        with poison.memory():
+            found = Triton().decode(call)
+        assert found is not None, decode.why_not(call)
+        results.append(found)
+    assert all(map(append_problems.same, *results))
+    return results[0]
+
+
+def holds(case: DecodeCase) -> None:
+    call = decode_problems.made(case)
+    held(call, *decoded(call))
+
+
+def holds_with_int64(case: DecodeCase) -> None:
+    call = decode_problems.made(case)
+    assert all(map(torch.equal, decoded(call), decoded(with_int64(call))))
+
+
+def holds_in_eight_bits(case: DecodeCase, kinds: tuple[torch.dtype, torch.dtype], scales: tuple[str | None, str | None]) -> None:
+    """The bits of a cache in q's dtype that holds what they stand for."""
+    eight, exact = with_eight_bits(decode_problems.made(case), kinds, scales)
+    assert all(map(torch.equal, decoded(eight), decoded(exact)))
+
+
+def holds_with_rotary(case: DecodeCase, half: int, interleaved: bool, dtype: torch.dtype) -> None:
+    """The bits of queries that torch has rotated."""
+    given, turned = with_rotary(decode_problems.made(case), half, interleaved, dtype)
+    assert all(map(torch.equal, decoded(given), decoded(turned)))
+
+
+def keeps_what_some_see_from_others(case: DecodeCase, number: float) -> None:
+    """NaN or inf among the last tokens' values reaches the queries that see them, and no others."""
+    call = decode_problems.made(case)
+    n = int(call.seqlens[0])
+    call.v_cache[0, n - 1, :, 3] = number
+    call.v_cache[0, n - 3, 0, 5] = -number
+    o, lse = decoded(call)
+    clean = call.v_cache.nan_to_num(0.0, 0.0, 0.0)
+    want, same_lse = decoded(replace(call, v_cache=clean))
+    assert torch.equal(lse, same_lse)
+    group, wrong = call.q.shape[2] // call.k_cache.shape[2], torch.zeros_like(o, dtype=torch.bool)
+    wrong[0, -1:, :, 3] = True
+    wrong[0, -3:, :group, 5] = True
+    assert torch.equal(o[~wrong], want[~wrong])
+    for rows, column, reached in ((o[0, -1:], 3, number), (o[0, -3:, :group], 5, -number)):
+        assert torch.equal(rows[..., column], torch.full_like(rows[..., column], reached)) or (
+            math.isnan(number) and rows[..., column].isnan().all()
+        )
+
+
+def does_not_read_what_does_not_exist(case: DecodeCase) -> None:
+    """Lengths, pages, entries and bounds out of every range, without a word to the sequences that are right."""
+    call = decode_problems.made(case)
+    o, lse = decoded(call)
+    wild = {"seqlens": call.seqlens.clone()}
+    wild["seqlens"][0] = 2**31 - 1
+    for name in ("page_table", "cache_batch_idx"):
+        if (x := getattr(call, name)) is not None:
+            wild[name] = x.clone()
+            wild[name][0] = 2**31 - 1
+    again = Triton().decode(replace(call, **wild))
+    assert torch.equal(again[0][1:], o[1:]) and torch.equal(again[1][1:], lse[1:])
+
+
+def writes_where_it_is_told(case: DecodeCase) -> None:
+    """O goes to `out`; without one to memory of its own. What was bound serves other tensors."""
+    call = decode_problems.made(case)
+    bound = Triton().bind_decode(call)
+    o, _ = bound(call.tensors, call.seqlens)
+    out = torch.full_like(o, math.nan)
+    assert bound(call.tensors, call.seqlens, out)[0] is out and torch.equal(out, o)
+    other = replace(call, q=call.q.flip(-1).contiguous(), seqlens=call.seqlens // 2)
+    assert all(map(torch.equal, bound(other.tensors, other.seqlens), decoded(other)))
+
+
+@cache
+def _dispatched() -> mock._patch:
+    """Triton's backend before the others."""
+    for each in (dispatch.choose, dispatch.reasons):
+        each.cache_clear()
+    backends = Triton(), Cpu(), Tiled()
+    return mock.patch.object(dispatch, "backends", lambda: backends)
+
+
+def random_call(seed: int) -> bool:
+    """Whether a random call was small enough; it is held as on a GPU, by decode itself."""
+    one = kind(seed, kernels=True)
+    one = replace(one, dtype=torch.float32) if seed % 3 == 0 else one
+    made = problem(one, seed, most=LONGEST)
+    call = made.call
+    if call.q.numel() // call.q.shape[-1] * int(call.seqlens.max()) > MOST_WORK:
+        return False
+
+    def run(**words):
+        with poison.memory():
+            return tw.decode(**words)
+
+    with _dispatched():
+        checked(made, alone=one.split, run=run)
+    return True
+
+
+def appended(case: AppendCase) -> None:
+    """The bits that torch writes, where it writes them, and nowhere else."""
+    call = append_problems.made(case)
+    with pytest.MonkeyPatch.context() as patch:
+        want = append_problems.by_torch(call, patch)
+    before = call.k_cache._version
+    ends = Triton().append(call)
+    assert ends is not None
+    assert append_problems.same(call.k_cache, want[0]) and append_problems.same(call.v_cache, want[1])
+    assert call.k_cache._version > before  # autograd is told
+    lengths = torch.tensor(case.lengths) + torch.tensor(case.new)
+    assert ends.dtype == torch.int32 and torch.equal(ends.long(), lengths.clamp(-(2**31) + 1, 2**31 - 1))
+
+
+def appends_by(bounds: tuple[int, ...]) -> None:
+    """No fault, whatever the bounds of packed tokens, and no write beside the caches."""
+    with poison.memory():
+        call = append_problems.made(AppendCase(lengths=(5, 0, 75), new=(1, 2, 7)))
+        assert Triton().append(replace(call, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))) is not None
+
+
+def appends_what_is_strided() -> None:
+    call = append_problems.made(AppendCase(lengths=(5, 0, 75), rotary=64, page=16))
+    with pytest.MonkeyPatch.context() as patch:
+        want = append_problems.by_torch(call, patch)
+    apart = torch.empty(call.k.numel() + 1, dtype=call.k.dtype)[1:].view(call.k.shape).copy_(call.k)
+    strided = torch.empty(*call.v.shape, 2, dtype=call.v.dtype)[..., 0].copy_(call.v)
+    wide = torch.empty(*call.page_table.shape, 2, dtype=torch.int32)[..., 0].copy_(call.page_table)
+    assert Triton().append(replace(call, k=apart, v=strided, page_table=wide, rotary_cos=call.rotary_cos.mT.contiguous().mT)) is not None
+    assert append_problems.same(call.k_cache, want[0]) and append_problems.same(call.v_cache, want[1])
+    scattered = torch.full((*call.k_cache.shape, 2), 7.0, dtype=call.k.dtype)[..., 0]
+    assert Triton().append(replace(call, k_cache=scattered)) is None and (scattered == 7.0).all()
