@@ -6,7 +6,9 @@ import triton_problems as problems
 from append_problems import CASES, AppendCase
 from interpreted import interpreted
 
-pytest.importorskip("triton")
+from tilewise.backends.triton import targets
+
+pytestmark = pytest.mark.skipif(not targets.installed(), reason="Triton is not installed")
 
 MORE = [
     AppendCase(lengths=tuple(i % 90 - 4 for i in range(70)), new=tuple(i % 2 for i in range(70)), heads=1, dims=(8, 8)),

@@ -8,9 +8,10 @@ import triton_problems as problems
 from decode_problems import DecodeCase
 from interpreted import interpreted
 
+from tilewise.backends.triton import targets
 from tilewise.masks import Causal, Full, SlidingWindow
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(not targets.installed(), reason="Triton is not installed")
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 FEW = 12  # random calls, of which half run every time

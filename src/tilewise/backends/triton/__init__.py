@@ -57,12 +57,11 @@ class Triton(Backend):
         return decode.cuts_sequences(problem, mask)
 
     def why_not_decode(self, problem: Problem) -> list[str]:
-        """As `why_not`; decode has larger head dims."""
-        if missing := _missing():
-            return [missing]
-        from tilewise.backends.triton import decode
+        """As `why_not`; decode has some larger head dims."""
+        from tilewise.backends.triton.config import decodes
 
-        return [*self.why_not(replace(problem, head_dim=1, head_dim_v=1)), *decode.why_not_dims(problem.head_dim, problem.head_dim_v)]
+        larger = decodes(problem.dtype, problem.head_dim, problem.head_dim_v)
+        return self.why_not(replace(problem, head_dim=1, head_dim_v=1) if larger else problem)
 
     def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
         """What computes calls like this one, by split-KV."""

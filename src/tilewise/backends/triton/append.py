@@ -10,8 +10,8 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.bound import ALIGNED, on, wide
 from tilewise.backends.triton.decode import DTYPES, in_rows, strides, tables
 from tilewise.backends.triton.kernels import append as kernels
-from tilewise.backends.triton.launch import Kernel, interpreted, launcher
-from tilewise.backends.triton.targets import of_device
+from tilewise.backends.triton.launch import Kernel, launcher
+from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import AppendCall
 
@@ -44,7 +44,7 @@ class Appender:
     def __init__(self, call: AppendCall) -> None:
         self.packed, self.device, self.target = call.cu_seqlens is not None, call.k.device, of_device(call.k.device)
         self.bits, (*tokens, heads, dim), dim_v = call.k.dtype in EIGHT_BITS, call.k.shape, call.v.shape[-1]
-        batch, whole = call.cache_seqlens.shape[0], [max(configs.LEAST_DIM, 1 << (each - 1).bit_length()) for each in (dim, dim_v)]
+        batch, whole = call.cache_seqlens.shape[0], [configs.power(each) for each in (dim, dim_v)]
         at_once = min(1 << (heads - 1).bit_length(), max(ELEMENTS // max(whole), 1))
         blocks, page_size = -(-heads // at_once), call.k_cache.shape[1]
         self.programs = blocks * (tokens[0] if self.packed else batch * tokens[1])

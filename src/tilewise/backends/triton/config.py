@@ -49,8 +49,8 @@ def power(dim: int) -> int:
 
 
 def head_class(head_dim: int, head_dim_v: int) -> int:
-    """64, 128, 192, 256, 512 or 576: the smallest that holds both."""
-    return next(each for each in (64, 128, 192, 256, 512, 576) if max(head_dim, head_dim_v) <= each)
+    """64, 128, 192, 256 or 512: the smallest that holds both."""
+    return next(each for each in (64, 128, 192, 256, 512) if max(head_dim, head_dim_v) <= each)
 
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
@@ -79,23 +79,56 @@ FALLBACK = {  # for whatever has no row: pass, head class
     ("dq", 192): Config(32, 32, 4, 1),
     ("dq", 256): Config(32, 32, 8, 1),
     ("dq", 512): Config(16, 16, 8, 1),
-    ("decode", 64): Config(16, 64, 4, 3),
-    ("decode", 128): Config(16, 64, 4, 3),
-    ("decode", 192): Config(16, 64, 4, 3),
-    ("decode", 256): Config(16, 32, 4, 3),
-    ("decode", 512): Config(16, 16, 8, 2),
-    ("decode", 576): Config(16, 16, 8, 2),
-    ("chunk", 64): Config(32, 64, 4, 3),
-    ("chunk", 128): Config(32, 64, 8, 3),
-    ("chunk", 192): Config(32, 32, 8, 2),
-    ("chunk", 256): Config(32, 32, 8, 2),
-    ("chunk", 512): Config(16, 16, 8, 2),
-    ("chunk", 576): Config(16, 16, 8, 2),
+}
+
+DECODE = {  # for "decode", of at most 16 rows of a sequence, and "chunk", of more: pass, bytes of a cache's element (4: of q's), head class
+    ("decode", 1, 64): Config(16, 64, 4, 3),
+    ("decode", 1, 128): Config(16, 32, 4, 3),
+    ("decode", 1, 192): Config(16, 32, 4, 3),
+    ("decode", 1, 256): Config(16, 32, 8, 3),
+    ("decode", 1, 576): Config(16, 16, 8, 2),
+    ("decode", 2, 64): Config(16, 64, 4, 3),
+    ("decode", 2, 128): Config(16, 64, 4, 3),
+    ("decode", 2, 192): Config(16, 64, 4, 2),
+    ("decode", 2, 256): Config(16, 32, 8, 3),
+    ("decode", 2, 576): Config(16, 16, 8, 2),
+    ("decode", 4, 64): Config(16, 32, 4, 2),
+    ("decode", 4, 128): Config(16, 32, 8, 2),
+    ("decode", 4, 192): Config(16, 16, 8, 2),
+    ("decode", 4, 256): Config(16, 16, 8, 1),
+    ("chunk", 1, 64): Config(32, 64, 4, 3),
+    ("chunk", 1, 128): Config(32, 32, 8, 2),
+    ("chunk", 1, 192): Config(32, 32, 8, 2),
+    ("chunk", 1, 256): Config(32, 32, 8, 2),
+    ("chunk", 1, 576): Config(16, 16, 8, 2),
+    ("chunk", 2, 64): Config(32, 64, 4, 3),
+    ("chunk", 2, 128): Config(32, 64, 8, 3),
+    ("chunk", 2, 192): Config(32, 32, 8, 2),
+    ("chunk", 2, 256): Config(32, 32, 8, 2),
+    ("chunk", 2, 576): Config(16, 16, 8, 2),
+    ("chunk", 4, 64): Config(16, 32, 4, 2),
+    ("chunk", 4, 128): Config(16, 32, 8, 2),
+    ("chunk", 4, 192): Config(16, 16, 8, 2),
+    ("chunk", 4, 256): Config(16, 16, 8, 1),
 }
 
 
+def decodes(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel of decode takes such heads: the latent ones of 16 bits too, and in fp32 none that registers do not hold."""
+    return max(head_dim, head_dim_v) <= MOST_DIM or (dtype.itemsize == 2 and head_dim <= 576 and head_dim_v <= 2 * MOST_DIM)
+
+
 def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """Of a pass: "forward", "dkdv", "dq", "decode" for at most 16 rows of a sequence, or "chunk" for more."""
+    """Of a pass: "forward", "dkdv" or "dq"."""
     dims = head_class(head_dim, head_dim_v)
     row = TABLE.get((target.family, purpose, dtype.itemsize, dims))
     return FALLBACK[purpose, dims] if row is None else row[0]
+
+
+def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
+    """For so many rows of a sequence, queries times the heads of a group."""
+    purpose = "decode" if rows <= LEAST_DIM else "chunk"
+    size = 4 if dtype.itemsize == 4 else cached.itemsize
+    dims = next(each for each in (64, 128, 192, 256, 576) if max(head_dim, head_dim_v) <= each)
+    row = TABLE.get((target.family, purpose, size, dims))
+    return DECODE[purpose, size, dims] if row is None else row[0]

@@ -13,14 +13,13 @@ from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.bound import ALIGNED, PARTS, on, wide
 from tilewise.backends.triton.kernels import decode as kernels
-from tilewise.backends.triton.launch import Kernel, interpreted, launcher
-from tilewise.backends.triton.targets import of_device
+from tilewise.backends.triton.launch import Kernel, launcher
+from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.masks import Mask
 from tilewise.problem import DecodeCall, DecodeTensors, Problem, in_fp32
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-MOST_DIM, MOST_DIM_V = 576, 512
 LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
 MOST_BYTES = 1 << 30  # of parts, with a split
@@ -35,7 +34,9 @@ READ = DecodeTensors.getter(
 def why_not(call: DecodeCall) -> list[str]:
     """Sentences that say why the kernels do not cover the call; empty where they do."""
     dtype, cached = call.q.dtype, {call.k_cache.dtype, call.v_cache.dtype}
-    reasons = why_not_dims(call.q.shape[-1], call.v_cache.shape[3])
+    dims, reasons = (call.q.shape[-1], call.v_cache.shape[3]), []
+    if not configs.decodes(dtype, *dims):
+        reasons.append(f"it does not take head_dim {dims[0]} with head_dim_v {dims[1]} in {dtype}")
     if dtype not in DTYPES or not (cached == {dtype} or cached <= set(EIGHT_BITS)):
         reasons.append(f"it takes fp32, bf16 and fp16, and caches of q's dtype or of 8 bits, not {dtype}, {cached}")
     if window_of(call.mask) is None:
@@ -51,16 +52,9 @@ def why_not(call: DecodeCall) -> list[str]:
     return reasons
 
 
-def why_not_dims(head_dim: int, head_dim_v: int) -> list[str]:
-    """The same of head dims alone."""
-    if head_dim <= MOST_DIM and head_dim_v <= MOST_DIM_V:
-        return []
-    return [f"it takes head_dim up to {MOST_DIM} and head_dim_v up to {MOST_DIM_V}, not {head_dim} and {head_dim_v}"]
-
-
 def cuts_sequences(problem: Problem, mask: Mask) -> bool:
     """Whether sequences become calls of their own, cut by lengths on the host: `why_not` without tensors."""
-    return bool(why_not_dims(problem.head_dim, problem.head_dim_v)) or window_of(mask) is None
+    return not configs.decodes(problem.dtype, problem.head_dim, problem.head_dim_v) or window_of(mask) is None
 
 
 def bind(call: DecodeCall) -> "Decoder | None":
@@ -80,8 +74,8 @@ class Shares:
             0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
         )
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
-        purpose = "decode" if rows <= configs.LEAST_DIM else "chunk"
-        self.config = configs.config_of(target, purpose, q.dtype, q.shape[-1], call.v_cache.shape[3])
+        dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
+        self.config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
@@ -211,7 +205,7 @@ class Decoder:
         """`kernels.decode` or `kernels.merge`, with its constants."""
         constants, config = self.constants, self.shares.config
         if function is kernels.merge:
-            whole = max(configs.LEAST_DIM, 1 << (self.dim_v - 1).bit_length())
+            whole = configs.power(self.dim_v)
             config = MERGE
             constants = constants | {"TILE_M": MERGE.tile_m, "V_DIM": whole, "V_COLUMNS": self.dim_v if whole != self.dim_v else 0}
         names = set(function.arg_names)

@@ -24,7 +24,8 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o"  # of q's dtype, where `dtypes` has no other
+# Of q's dtype, where `dtypes` has no other:
+OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o"
 POINTERS = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
 POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")

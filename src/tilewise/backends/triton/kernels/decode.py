@@ -93,15 +93,12 @@ def _visit(
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if ALIBI:
                 x -= slope[:, None] * distance(position[:, None], keys[None, :], 0)
-            factor = LOG2E
-        else:
-            factor = scale * LOG2E
         sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         if TREE:
             row, column = position - oldest, keys - oldest
             known = sees & (row >= 0)[:, None] & (column >= 0)[None, :]
             sees = sees & (tl.load(tree + row[:, None] * new + column[None, :], mask=known, other=1) != 0)
-        p, fading, total, top = online(tl.where(sees, x, float("-inf")), factor, top, total)
+        p, fading, total, top = online(tl.where(sees, x, float("-inf")), scale, top, total, MODIFIED)
         p = narrow(p, q.dtype, EMULATED)
         v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
         if V_BITS != "":
@@ -225,12 +222,12 @@ def decode(
     first_tile, oldest = part // TILE_N, length - new
     acc, acc_b, total, top = _visit(
         none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page, v_cache_row, pages,
-        page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row, first_tile, count, n_low, n_high, begin, end,
-        position, tree, new, oldest, scale, softcap, slope, False, PAGES, K_BITS, V_BITS, K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI,
-        TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row, first_tile, count, n_low, n_high,
+        begin, end, position, tree, new, oldest, scale, softcap, slope, False, PAGES, K_BITS, V_BITS, K_SCALE, V_SCALE, TREE, MODIFIED,
+        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
     )  # fmt: skip
-    if SEVERAL:  # of rows that see other keys than others do: what one sees, NaN for example, must not reach them all
-        if _not_finite(acc) + _not_finite(acc_b) > 0:
+    if SEVERAL:  # noqa: SIM102
+        if _not_finite(acc) + _not_finite(acc_b) > 0:  # NaN among the values of a key must reach only those rows that see it
             acc, acc_b, total, top = _visit(
                 none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page,
                 v_cache_row, pages, page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row,
@@ -238,9 +235,11 @@ def decode(
                 K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED,
                 1,
             )  # fmt: skip
+    if not MODIFIED:
+        top = top * LN2
     if SINK:
         heirs = tl.where((b < batch) & (split == 0), queries, 0)  # one part has the sink
-        more = tl.load(sink + h, mask=exists & (token < heirs), other=float("-inf")) * LOG2E
+        more = tl.load(sink + h, mask=exists & (token < heirs), other=float("-inf"))
         fading, total, top = joined(more, top, total)
         acc = acc * fading[:, None]
         acc_b = acc_b * fading[:, None]
@@ -290,9 +289,7 @@ def merge(
         total += weight
         acc += x * weight[:, None]
         at += rows_of_all
-    seen = total != 0.0
-    some = tl.where(seen, total, 1.0)
-    share, natural = tl.where(seen, 1.0 / some, 0.0), tl.where(seen, safe + tl.math.log2(some) * LN2, float("-inf"))
+    share, natural = settled(safe, total)
     h, row = rows % heads, rows // heads
     where = (row // seqlen_q).to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head + row % seqlen_q
     tl.store(lse + where, natural, mask=exists)

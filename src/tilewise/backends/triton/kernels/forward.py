@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
-from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, kept, modify
+from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
 
@@ -43,18 +43,7 @@ def _visit(
             else:
                 sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
             x = tl.where(sees, x, float("-inf"))
-        if MODIFIED:  # in natural units: a bias may be as low as fp32 goes
-            higher = tl.maximum(top, tl.max(x, 1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.math.exp2((x - safe[:, None]) * LOG2E)
-            fading = tl.math.exp2((top - safe) * LOG2E)
-        else:
-            higher = tl.maximum(top, tl.max(x, 1) * (scale * LOG2E))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.math.exp2(x * (scale * LOG2E) - safe[:, None])
-            fading = tl.math.exp2(top - safe)
-        total = total * fading + tl.sum(p, 1)
-        top = higher
+        p, fading, total, top = online(x, scale, top, total, MODIFIED)
         if DROPOUT:
             blocks = n // 4 + tl.arange(0, TILE_N // 4)
             p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), p, 0.0)
@@ -140,16 +129,11 @@ def forward(
         top = top * LN2
     if SINK:
         more = tl.load(sink + h).to(tl.float32)
-        higher = tl.maximum(top, more)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        fading = tl.math.exp2((top - safe) * LOG2E)
-        total = total * fading + tl.math.exp2((more - safe) * LOG2E)
+        fading, total, top = joined(more, top, total)
         acc = acc * fading[:, None]
         acc_b = acc_b * fading[:, None]
-        top = higher
-    seen = total != 0.0
-    share = tl.where(seen, keep_scale / tl.where(seen, total, 1.0), 0.0)[:, None]
-    natural = tl.where(seen, top + tl.math.log2(tl.where(seen, total, 1.0)) * LN2, float("-inf"))
+    share, natural = settled(top, total)
+    share = (share * keep_scale)[:, None]
     tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     store_rows(o, acc * share, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)

@@ -35,30 +35,40 @@ def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def online(x, factor, top, total):
-    """One step of the online softmax, by scores x * factor in base 2: their weights, what sums so far fade by, and the next total and top."""
-    higher = tl.maximum(top, tl.max(x, 1) * factor)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.math.exp2(x * factor - safe[:, None])
-    fading = tl.math.exp2(top - safe)
+def online(x, scale, top, total, MODIFIED: tl.constexpr):
+    """One step of the online softmax: the weights of scores, what sums so far fade by, and the next total and top.
+
+    Products q.k are yet to be scaled, and their top is in base 2. Scores that are MODIFIED, and their top, are in natural units: a bias may be as low
+    as fp32 goes.
+    """
+    if MODIFIED:
+        higher = tl.maximum(top, tl.max(x, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.math.exp2((x - safe[:, None]) * LOG2E)
+        fading = tl.math.exp2((top - safe) * LOG2E)
+    else:
+        higher = tl.maximum(top, tl.max(x, 1) * (scale * LOG2E))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.math.exp2(x * (scale * LOG2E) - safe[:, None])
+        fading = tl.math.exp2(top - safe)
     return p, fading, total * fading + tl.sum(p, 1), higher
 
 
 @triton.jit
 def joined(more, top, total):
-    """The same for one more score of each row, in base 2, which has no value: a sink."""
+    """The same in natural units, of one more score that has no value: a sink."""
     higher = tl.maximum(top, more)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    fading = tl.math.exp2(top - safe)
-    return fading, total * fading + tl.math.exp2(more - safe), higher
+    fading = tl.math.exp2((top - safe) * LOG2E)
+    return fading, total * fading + tl.math.exp2((more - safe) * LOG2E), higher
 
 
 @triton.jit
 def settled(top, total):
-    """What a row's sum of values is multiplied by, and LSE in base e: 0 and -inf for rows that see nothing."""
+    """What a row's sum of values is multiplied by, and its LSE, from the top in natural units: 0 and -inf for rows that see nothing."""
     seen = total != 0.0
     some = tl.where(seen, total, 1.0)
-    return tl.where(seen, 1.0 / some, 0.0), tl.where(seen, (top + tl.math.log2(some)) * LN2, float("-inf"))
+    return tl.where(seen, 1.0 / some, 0.0), tl.where(seen, top + tl.math.log2(some) * LN2, float("-inf"))
 
 
 @triton.jit
