@@ -1,6 +1,5 @@
 """Appending seen from torch: what the kernel covers, and calls whose kernel and numbers were found once."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -42,6 +41,7 @@ class Appender:
     """Calls as `Backend.bind_append` has them, on whichever stream is current."""
 
     def __init__(self, call: AppendCall) -> None:
+        self._launchers: dict[bool, Callable] = {}
         self.packed, self.device, self.target = call.cu_seqlens is not None, call.k.device, of_device(call.k.device)
         self.bits, (*tokens, heads, dim), dim_v = call.k.dtype in EIGHT_BITS, call.k.shape, call.v.shape[-1]
         batch, whole = call.cache_seqlens.shape[0], [configs.power(each) for each in (dim, dim_v)]
@@ -90,9 +90,10 @@ class Appender:
         torch.autograd.graph.increment_version(caches)
         return ends
 
-    @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
     def _launcher(self, aligned: bool) -> Callable:
-        return launcher(self.kernel(aligned), self.target)
+        if aligned not in self._launchers:
+            self._launchers[aligned] = launcher(self.kernel(aligned), self.target)
+        return self._launchers[aligned]
 
     def kernel(self, aligned: bool) -> Kernel:
         return Kernel(kernels.append, self.constants, self.dtypes, EXACT, aligned)

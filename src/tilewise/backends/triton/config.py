@@ -82,7 +82,7 @@ FALLBACK = {  # for whatever has no row: pass, head class
 }
 
 DECODE = {  # for "decode", of at most 16 rows of a sequence, and "chunk", of more: pass, bytes of a cache's element (4: of q's), head class
-    ("decode", 1, 64): Config(16, 64, 4, 3),
+    ("decode", 1, 64): Config(16, 32, 4, 3),
     ("decode", 1, 128): Config(16, 32, 4, 3),
     ("decode", 1, 192): Config(16, 32, 4, 3),
     ("decode", 1, 256): Config(16, 32, 8, 3),

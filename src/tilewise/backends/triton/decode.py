@@ -70,9 +70,8 @@ class Shares:
         target, self.ragged = of_device(q.device), call.cu_seqlens_q is not None
         self.heads, self.seqlen_q = q.shape[-2], q.shape[0 if self.ragged else 1]
         self.group = max(self.heads // max(self.heads_k, 1), 1)
-        self.capacity = (
-            0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
-        )
+        pages = 1 if call.page_table is None else call.page_table.shape[1]
+        self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
         self.config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)
@@ -80,9 +79,8 @@ class Shares:
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
         self.rows = (self.seqlen_q if self.ragged else self.batch * self.seqlen_q) * self.heads
-        tile_n, self.fixed = self.config.tile_n, call.split is not None
         if call.split is not None:
-            self.piece = -(-max(call.split, 1) // tile_n) * tile_n
+            self.piece = -(-max(call.split, 1) // self.config.tile_n) * self.config.tile_n
             self.splits = max(-(-self.capacity // self.piece), 1)
         else:
             self.piece, most = LEAST_KEYS, -(-self.capacity // LEAST_KEYS)
@@ -100,6 +98,7 @@ class Decoder:
 
     def __init__(self, call: DecodeCall) -> None:
         self.shares, self.target, self.device = Shares(call), of_device(call.q.device), call.q.device
+        self._launchers: dict[tuple[Callable, bool], Callable] = {}
         self.dtype, self.dim_v = call.q.dtype, call.v_cache.shape[3]
         self.shape = (*call.q.shape[:-1], self.dim_v)
         shares, window, page_size = self.shares, window_of(call.mask), call.k_cache.shape[1]
@@ -197,9 +196,10 @@ class Decoder:
         """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""
         return scale if scale.dim() == 3 else scale.expand(self.shares.batch, self.shares.heads_k)[:, None]
 
-    @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
     def _launcher(self, function: Callable, aligned: bool) -> Callable:
-        return launcher(self.kernel(function, aligned), self.target)
+        if (function, aligned) not in self._launchers:
+            self._launchers[function, aligned] = launcher(self.kernel(function, aligned), self.target)
+        return self._launchers[function, aligned]
 
     def kernel(self, function: Callable, aligned: bool) -> Kernel:
         """`kernels.decode` or `kernels.merge`, with its constants."""
