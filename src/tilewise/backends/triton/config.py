@@ -61,6 +61,8 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 64): (Config(64, 128, 8, 2), COMPILED),
     ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 2), COMPILED),
     ("sm90", "dq", 2, 64): (Config(128, 64, 8, 2), COMPILED),
+    ("cdna", "decode", 1, 256): (Config(16, 32, 4, 2), COMPILED),  # a thread of 8 warps has 256 registers, of 4 twice as many
+    ("cdna", "decode", 1, 576): (Config(16, 16, 4, 1), COMPILED),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), COMPILED),
 }
 FALLBACK = {  # for whatever has no row: pass, head class
@@ -95,7 +97,7 @@ DECODE = {  # for "decode", of at most 16 rows of a sequence, and "chunk", of mo
     ("decode", 4, 64): Config(16, 32, 4, 2),
     ("decode", 4, 128): Config(16, 32, 8, 2),
     ("decode", 4, 192): Config(16, 16, 8, 2),
-    ("decode", 4, 256): Config(16, 16, 8, 1),
+    ("decode", 4, 256): Config(16, 16, 8, 2),
     ("chunk", 1, 64): Config(32, 64, 4, 3),
     ("chunk", 1, 128): Config(32, 32, 8, 2),
     ("chunk", 1, 192): Config(32, 32, 8, 2),
@@ -109,7 +111,7 @@ DECODE = {  # for "decode", of at most 16 rows of a sequence, and "chunk", of mo
     ("chunk", 4, 64): Config(16, 32, 4, 2),
     ("chunk", 4, 128): Config(16, 32, 8, 2),
     ("chunk", 4, 192): Config(16, 16, 8, 2),
-    ("chunk", 4, 256): Config(16, 16, 8, 1),
+    ("chunk", 4, 256): Config(16, 16, 8, 2),
 }
 
 
