@@ -48,16 +48,17 @@ def test_indices_in_int64():
 
 
 @pytest.mark.parametrize(
-    ("case", "kinds", "scales"),
+    ("case", "kinds", "scales", "arch"),
     [
-        (DecodeCase(lengths=(70, 1, 130, 0), queries=3, page=16), (E4M3, E4M3), ("token", "head")),
-        (DecodeCase(lengths=(70, 1, 100, 0), dtype=torch.float16), (E4M3, INT8), ("all", "sequence")),
-        (DecodeCase(lengths=(70, 300), dims=(72, 40), entries=True, dtype=torch.float32), (INT8, E4M3), (None, "token")),
+        (DecodeCase(lengths=(70, 1, 130, 0), queries=3, page=16), (E4M3, E4M3), ("token", "head"), "sm_80"),
+        (DecodeCase(lengths=(70, 1, 130, 0), queries=3, page=16), (E4M3, E4M3), ("token", "head"), "sm_89"),
+        (DecodeCase(lengths=(70, 1, 100, 0), dtype=torch.float16), (E4M3, INT8), ("all", "sequence"), "sm_80"),
+        (DecodeCase(lengths=(70, 300), dims=(72, 40), entries=True, dtype=torch.float32), (INT8, E4M3), (None, "token"), "sm_80"),
     ],
     ids=str,
 )
-def test_caches_of_eight_bits(case, kinds, scales):
-    interpreted(problems.holds_in_eight_bits, case, kinds, scales)
+def test_caches_of_eight_bits(case, kinds, scales, arch):
+    interpreted(problems.holds_in_eight_bits, case, kinds, scales, arch)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dq", 2, 64): (Config(128, 64, 8, 2), COMPILED),
     ("cdna", "decode", 1, 256): (Config(16, 32, 4, 2), COMPILED),  # a thread of 8 warps has 256 registers, of 4 twice as many
     ("cdna", "decode", 1, 576): (Config(16, 16, 4, 1), COMPILED),
+    ("cdna", "chunk", 2, 128): (Config(32, 32, 4, 2), COMPILED),
+    ("cdna", "chunk", 2, 192): (Config(32, 32, 4, 2), COMPILED),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), COMPILED),
 }
 FALLBACK = {  # for whatever has no row: pass, head class
