@@ -34,10 +34,10 @@ def _slots(keys, n, exists, entry, pages, page_size, entries, PAGES: tl.constexp
 
 
 @triton.jit
-def _scales(at, page, place, page_stride, row_stride, exists, SCALE: tl.constexpr):
-    """The scale of each key, or the one of all."""
+def _scales(at, offsets, exists, SCALE: tl.constexpr):
+    """The scale of each key, or the one of all. SCALE: "token", "head", or "" for none."""
     if SCALE == "token":
-        scale = tl.load(at + page * page_stride + place * row_stride, mask=exists, other=0.0)
+        scale = tl.load(at + offsets, mask=exists, other=0.0)
     elif SCALE == "head":
         scale = tl.load(at)
     else:
@@ -80,14 +80,13 @@ def _visit(
         k_rows, v_rows = page * k_cache_page + place * k_cache_row, page * v_cache_page + place * v_cache_row
         k_tile = gather(k_cache, k_rows[None, :], dims[:, None], exists[None, :], 0 if DIM_B else CUT)
         if K_BITS != "":
-            by = _scales(k_scale, page, place, scale_k_page, scale_k_row, exists, K_SCALE)
-            by = by[None, :] if K_SCALE == "token" else by
-            k_tile = widened(k_tile, by, q.dtype, K_BITS == "e4m3", EMULATED)
+            of_k = _scales(k_scale, (page * scale_k_page + place * scale_k_row)[None, :], exists[None, :], K_SCALE)
+            k_tile = widened(k_tile, of_k, q.dtype, K_BITS == "e4m3", EMULATED)
         x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
         if DIM_B:
             k_tile_b = gather(k_cache + DIM, k_rows[None, :], tl.arange(0, DIM_B)[:, None], exists[None, :], CUT)
             if K_BITS != "":
-                k_tile_b = widened(k_tile_b, by, q.dtype, K_BITS == "e4m3", EMULATED)
+                k_tile_b = widened(k_tile_b, of_k, q.dtype, K_BITS == "e4m3", EMULATED)
             x = dot(q_b, k_tile_b, x, PRECISION, EMULATED)
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
@@ -102,8 +101,7 @@ def _visit(
         p = narrow(p, q.dtype, EMULATED)
         v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
         if V_BITS != "":
-            of_v = _scales(v_scale, page, place, scale_v_page, scale_v_row, exists, V_SCALE)
-            of_v = of_v[:, None] if V_SCALE == "token" else of_v
+            of_v = _scales(v_scale, (page * scale_v_page + place * scale_v_row)[:, None], exists[:, None], V_SCALE)
             v_tile = widened(v_tile, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
         acc = _values(p, sees, acc * fading[:, None], v_tile, CAREFUL, PRECISION, EMULATED)
         if V_DIM_B:
