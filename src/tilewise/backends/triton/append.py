@@ -21,8 +21,9 @@ EXACT = configs.Config(1, 1, 4, 1, fused=False)  # the bits of torch, which roun
 def why_not(call: AppendCall) -> list[str]:
     """Sentences that say why the kernel does not cover calls like this one; empty where it does."""
     reasons = []
-    if any(x.dtype not in (*DTYPES, *EIGHT_BITS) or x.dtype != y.dtype for x, y in ((call.k, call.k_cache), (call.v, call.v_cache))):
-        reasons.append("it writes fp32, bf16, fp16 and 8 bits, as they are")
+    both = (call.k, call.k_cache), (call.v, call.v_cache)
+    if any(x.dtype not in (*DTYPES, *EIGHT_BITS) or x.dtype != y.dtype or x.itemsize != call.k.itemsize for x, y in both):
+        reasons.append("it writes fp32, bf16, fp16 and 8 bits, k and v of one size, as they are")
     if call.rotary_cos is not None and not ({call.rotary_cos.dtype, call.rotary_sin.dtype} <= set(DTYPES) and call.k.dtype in DTYPES):
         reasons.append(f"it rotates fp32, bf16 and fp16 by tables of these, not {call.k.dtype} by {call.rotary_cos.dtype}")
     if any(x is not None and 0 in x.shape for x in (call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos)):
