@@ -90,7 +90,7 @@ FALLBACK = {  # for whatever has no row: pass, head class
 }
 
 # For whatever has no row: "decode" of at most 16 rows of a sequence or "chunk" of more, bytes of a cache's element (4: of q's), head class. Compiled
-# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. Nothing spills but for 64 bytes in fp32 with 256, and 16 elsewhere.
+# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 16 bytes, of fp32 with 256 up to 88.
 DECODE = {
     ("decode", 1, 64): Config(16, 32, 4, 3),
     ("decode", 1, 128): Config(16, 32, 4, 3),
