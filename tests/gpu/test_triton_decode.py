@@ -5,6 +5,7 @@ How many random calls, and which: TILEWISE_FUZZ_CALLS (200), TILEWISE_FUZZ_SEED 
 
 import os
 from dataclasses import replace
+from functools import partial
 
 import append_problems
 import decode_problems
@@ -33,7 +34,7 @@ def test_random_calls(number):
     for seed in range(1000 * SEED + number, 1000 * SEED + CALLS, KINDS):
         made = problem(one, seed, "cuda", most=1000)
         try:
-            checked(made, alone=one.split, run=lambda **words: tw.decode(**words, backend="triton"))
+            checked(made, alone=one.split, run=partial(tw.decode, backend="triton"), backend="triton")
             torch.cuda.synchronize()
         except Exception as failure:
             failure.add_note(f"kind {number}, seed {seed}: {one}, {made}")

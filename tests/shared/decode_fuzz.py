@@ -340,8 +340,8 @@ def taken(call: DecodeCall, counts: list[int], packed: bool) -> tuple[Tensor, Te
     return found[0], found[1]
 
 
-def checked(problem: Problem, alone: bool, run=tw.decode) -> None:
-    """alone: whether each sequence by itself has to have its bits. run: how decode is called."""
+def checked(problem: Problem, alone: bool, run=tw.decode, backend: str | None = None) -> None:
+    """alone: whether each sequence by itself has to have its bits. run: how decode is called, of `backend`."""
     call, given = problem.call, problem.given
     before = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
     o, lse = run(**given, return_lse=True)
@@ -355,7 +355,7 @@ def checked(problem: Problem, alone: bool, run=tw.decode) -> None:
     if not given.keys() - OF_VARLEN and given.keys() >= {"cu_seqlens_q", "page_table"} and not call.shared_prefix:
         words = {name: x for name, x in given.items() if name in OF_VARLEN and name not in ("shared_prefix", "cache_seqlens", *RENAMED)}
         words |= {new: given[name] for name, new in RENAMED.items()} | {"causal": given.get("causal", True), "seqused_k": call.seqlens}
-        assert torch.equal(tw.attention_varlen(**words), o), "attention_varlen has other bits"
+        assert torch.equal(tw.attention_varlen(**words, backend=backend), o), "attention_varlen has other bits"
     if alone:
         _held_alone(wrote, given, o, lse, run)
 

@@ -120,7 +120,7 @@ def random_call(seed: int) -> bool:
         with poison.memory():
             return tw.decode(**words, backend="triton")
 
-    checked(made, alone=one.split, run=run)
+    checked(made, alone=one.split, run=run, backend="triton")
     return True
 
 
