@@ -32,7 +32,9 @@ def test_parameters():
     wrong = {
         (path, name): count
         for path, name, count in functions()
-        if (path, name) not in PUBLIC | DROP_INS and not path.startswith(KERNELS) and count > (LAUNCH if name.startswith("launch") else OTHERS)
+        if (path, name) not in PUBLIC | DROP_INS
+        and not path.startswith(KERNELS)
+        and count > (LAUNCH if name.startswith("launch") else OTHERS)
     }
     assert not wrong
 
