@@ -7,6 +7,7 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -39,7 +40,7 @@ WIDE = "_batch", "_head", "_page"  # ends of the names of strides in 64 bits; al
 class Kernel:
     """A kernel with all its constants, and the dtypes of those tensors that can have several."""
 
-    function: Callable
+    function: Any  # a kernel as Triton decorates it, which has no type
     constants: tuple[tuple[str, object], ...]
     dtypes: tuple[tuple[str, torch.dtype], ...]
     config: Config
