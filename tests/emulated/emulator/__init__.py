@@ -10,6 +10,7 @@
     host.py, host.c the launch functions, as the DSL compiled them, with a stand-in for the CUDA runtime
     prebuilt.py, driver.c those of prebuilt kernels, with a stand-in for the CUDA driver
     backend.py      all of it as a backend of tilewise
+    triton.py       kernels that Triton compiled for Ampere, in place of its launcher
 
 It is for checking, not for speed: 150 queries and keys take seconds. What it cannot tell: how long anything takes, what ptxas makes of the
 PTX, and whether a fence is missing in global memory (there everybody sees what is written at once).

@@ -1,7 +1,7 @@
 """What PTX computes that numpy has no name for; arrays of 32 lanes."""
 
 import numpy as np
-from numpy import absolute, fmax, fmin, log2, maximum, minimum, tanh, where  # noqa: F401 - used by translated code
+from numpy import absolute, fmax, fmin, isfinite, log2, maximum, minimum, tanh, where  # noqa: F401 - used by translated code
 
 u1, u2, u4, u8, i1, i2, i4, i8, f2, f4 = (np.dtype(name) for name in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4"))
 zeros_u2 = np.zeros(32, u2)
@@ -91,6 +91,12 @@ def bf16(a):
     bits = a.view(u4)
     rounded = bits + u4.type(0x7FFF) + (bits >> u4.type(16) & u4.type(1)) >> u4.type(16)
     return where(np.isnan(a), u4.type(0x7FFF), rounded).astype(u2)
+
+
+def tf32(a):
+    """Bits of fp32, rounded to the 10 bits behind the point that a product reads; halves away from 0."""
+    bits = a.view(u4)
+    return where(isfinite(a), (bits + u4.type(0x1000)) & u4.type(0xFFFFE000), bits)
 
 
 def f16(a):

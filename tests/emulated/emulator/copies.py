@@ -37,6 +37,7 @@ class Copies:
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[int, list[list[Store]]] = {}  # of a lane; the last one is open
+        self.fetches: list[list] = [[]]  # of the warp's threads themselves (cp.async), in groups; the last one is open
 
     def load_box(self, m, to, described, corner, barrier, everyone):
         """everyone: a bit for each block of the cluster that gets it."""
@@ -114,6 +115,32 @@ class Copies:
             if m is None or m[lane]:
                 for store in chain(*groups[: max(0, len(groups) - 1 - left)]):
                     store.read() if read else store.finish()
+
+    def fetch(self, to, source, m, n, size):
+        """n bytes for each lane, those behind the first `size` 0; they may come as late as they are waited for."""
+        given = partial(self._fetch, to, source, m, n, size)
+        self.fetches[-1].append(given)
+        if self.machine.pace == "eager":
+            self.fetches[-1].pop()()
+
+    def _fetch(self, to, source, m, n, size) -> None:
+        self.machine.events += 1
+        for lane in lanes_of(m):
+            place, there = int(to[lane]), int(size[lane])
+            data = np.zeros(n, u1)
+            if there:
+                data[:there] = self.machine.memory.bytes(int(source[lane]), there)
+            self.block.piece(place, n)[:] = data
+            self.block.proxies.write(np.arange(place // UNIT, -(-(place + n) // UNIT)), self.thread[lane : lane + 1])
+
+    def commit_fetches(self):
+        self.fetches.append([])
+
+    def wait_fetches(self, left):
+        """Until at most `left` groups are not there."""
+        while len(self.fetches) - 1 > left:
+            for fetch in self.fetches.pop(0):
+                fetch()
 
 
 def _places(address: int, box: TensorMap) -> np.ndarray:

@@ -55,7 +55,9 @@ class Products:
             self.registers[i] = x
 
     def product_of_registers(self, kind, a, b, c):
-        """A warp's own, mma.m16n8k16: of A's four matrices of 8 x 8 the lower ones are second; each lane has of B two numbers of a column."""
+        """A warp's own, mma.m16n8k16, or k8 of tf32. Of A's four matrices of 8 x 8 the lower ones are second; each lane has of B two numbers of a
+        column.
+        """
         first, second = _assembled(a, kind), np.concatenate([_matrix(x, kind) for x in b], axis=1)
         found = (_numbers(first, kind) @ _numbers(second, kind).T)[_fragment(8)]
         return list(np.stack(c) + found)
@@ -118,7 +120,7 @@ def _fragment(columns: int) -> tuple[np.ndarray, np.ndarray]:
     return lane // 4 + 8 * (register >> 1 & 1), register // 4 * 8 + 2 * (lane % 4) + (register & 1)
 
 
-BITS = {"bf16": u2, "f16": u2, "e4m3": u1, "s8": u1}
+BITS = {"bf16": u2, "f16": u2, "e4m3": u1, "s8": u1, "tf32": u4}
 
 
 def _matrix(x: np.ndarray, kind: str) -> np.ndarray:
@@ -132,4 +134,6 @@ def _numbers(bits: np.ndarray, kind: str) -> np.ndarray:
         return (bits.astype(u4) << u4.type(16)).view(f4)
     if kind == "f16":
         return bits.view(f2).astype(f4)
+    if kind == "tf32":
+        return (bits & u4.type(0xFFFFE000)).view(f4)
     return (E4M3[bits] if kind == "e4m3" else bits.view(i1)).astype(np.float64)

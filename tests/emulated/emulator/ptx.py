@@ -28,7 +28,8 @@ class Kernel(NamedTuple):
 
 def parse(text: str) -> dict[str, Kernel]:
     """The kernels of a module by their names."""
-    parts = re.sub(r"//[^\n]*", "", text).split(".entry")[1:]
+    text = re.sub(r"//[^\n]*|^\s*\.(?:loc|file)\b[^\n]*", "", text.partition("\n\t.section")[0], flags=re.MULTILINE)  # of debuggers
+    parts = re.sub(r"\.ptr(?: \.\w+)?(?: \.align \d+)?", "", text).split(".entry")[1:]
     found = (re.match(r"\s*(\w+)\((.*?)\)\s*[^{]*\{(.*)\}", part, re.DOTALL) for part in parts)
     return {match[1]: _kernel(*match.groups()) for match in found}
 

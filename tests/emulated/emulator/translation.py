@@ -14,6 +14,7 @@ SPECIAL = {
     "%tid.y": "w.place[0]",
     "%laneid": "w.lane",
     "__dynamic_shmem__0": "w.block.shared_base",
+    "global_smem": "w.block.shared_base",  # as Triton calls it
     "%cluster_ctarank": "w.block.rank",
     "%smid": "w.lane & 0",
     "%clock": "w.clock",
@@ -88,8 +89,8 @@ class Translation:
             return f"w.block.addresses[{x!r}]"
         if match := re.fullmatch(r"0f([0-9A-Fa-f]{8})", x):
             return self.program.constant(int(match[1], 16), kind)
-        if re.fullmatch(r"-?\d+|-?0x[0-9A-Fa-f]+", x):
-            return self.program.constant(int(x, 0), kind)
+        if re.fullmatch(r"-?\d+|-?0x[0-9A-Fa-f]+U?", x):
+            return self.program.constant(int(x.rstrip("U"), 0), kind)
         raise Unknown(f"{x} in {self.it}")
 
     def put(self, d: str, expression: str, kind: str) -> str:
@@ -182,6 +183,8 @@ class Translation:
         elif to == "e4m3x2" and source == "f32" and "satfinite" in self.parts:
             high, low = (f"e4m3({self.value(x, 'f4')})" for x in (a, b))
             yield self.put(d, f"pair({low}, {high})", "u2")
+        elif (to, source) == ("tf32", "f32"):
+            yield self.put(d, f"tf32({self.value(a, 'f4')})", "u4")
         elif to in ("bf16", "f16") and source == "f32":
             yield self.put(d, f"{to}({self.value(a, 'f4')})", "u2")
         elif to == "f32" and source == "bf16":
@@ -190,6 +193,10 @@ class Translation:
             yield self.put(d, f"{self.value(a, KINDS[source])}.astype({KINDS[to]})", KINDS[to])
         else:
             raise Unknown(str(self.it))
+
+    def of_bfe(self, d, a, first, n):
+        a = f"left({self.value(a, self.kind)}, 32 - {self.value(first, 'u4')} - {self.value(n, 'u4')})"
+        yield self.put(d, f"right({a}, 32 - {self.value(n, 'u4')})", self.kind)
 
     def of_prmt(self, d, a, b, selector):
         yield self.put(d, f"bytes_chosen({', '.join(self.value(x, 'u4') for x in (a, b, selector))})", "u4")
@@ -264,7 +271,7 @@ class Translation:
         yield self.put(d, f"w.transpose({self.value(a, 'u4')})", "u4")
 
     def of_mma(self, d, a, b, c):
-        if self.parts[3:6] != ["m16n8k16", "row", "col"]:
+        if self.parts[3:6] not in (["m16n8k16", "row", "col"], ["m16n8k8", "row", "col"]):
             raise Unknown(str(self.it))
         given = ", ".join(
             f"({', '.join(self.value(each, kind) for each in split(x.strip('{}')))},)" for x, kind in ((a, "u4"), (b, "u4"), (c, "f4"))
@@ -331,7 +338,9 @@ class Translation:
 
     def of_cp(self, *operands):
         op = self.it.op
-        if "commit_group" in self.parts:
+        if "bulk" not in self.parts:
+            yield self._fetched(*operands)
+        elif "commit_group" in self.parts:
             yield f"w.commit({self.mask})"
         elif "wait_group" in self.parts:
             yield f"w.wait({self.mask}, {operands[0]}, {'read' in self.parts})"
@@ -352,6 +361,16 @@ class Translation:
             yield f"w.store_bytes({', '.join(given)}, {op.endswith('.add.f32')})"
         else:
             raise Unknown(str(self.it))
+
+    def _fetched(self, *operands) -> str:
+        """cp.async of single threads."""
+        if "commit_group" in self.parts:
+            return "w.commit_fetches()"
+        if "wait_group" in self.parts:
+            return f"w.wait_fetches({operands[0]})"
+        to, source, n, size = (*operands, operands[2])[:4]
+        given = self.address(to, "u4"), self.address(source, "u8"), self.mask, int(n, 0), self.value(size, "u4")
+        return f"w.fetch({', '.join(map(str, given))})"
 
     def of_wgmma(self, *operands):
         if "commit_group" in self.parts:

@@ -118,6 +118,7 @@ class Bound:
         self.config = self.config_of("forward")
         self.visible = Visible(call, self.config.tile_m, self.config.tile_n)
         self.back: Backward | None = None
+        self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
@@ -226,11 +227,10 @@ class Bound:
     def run(self, function: Callable, config: configs.Config, mask: str, operands: Mapping[str, Tensor], **more: object) -> Callable:
         """What launches the kernel for tensors that lie as these do."""
         aligned = self.strided and all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in operands.values())
-        return self._launcher(function, config, mask, aligned, tuple(more.items()))
-
-    @functools.cache  # noqa: B019  (a bound call lives as long as the cache that keeps it)
-    def _launcher(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: tuple) -> Callable:
-        return launcher(self.kernel(function, config, mask, aligned, dict(more)), self.target)
+        key = function, config, mask, aligned, *more.items()
+        if key not in self.launchers:
+            self.launchers[key] = launcher(self.kernel(function, config, mask, aligned, more), self.target)
+        return self.launchers[key]
 
     def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
         """The kernel with the constants that it has of these."""

@@ -1,0 +1,55 @@
+"""Triton's kernels as they are compiled for Ampere: their PTX, in the emulator. The interpreter's tests say that the source is right, these what
+became of it: products of fragments, asynchronous copies, what is shared.
+"""
+
+from functools import partial
+
+import pytest
+from emulator import triton as emulated
+
+from tests.shared.sampled import some
+from tilewise.backends.triton import Triton, bound, targets
+from tilewise.masks import Causal, ChunkedCausal, Documents, SlidingWindow
+from tilewise.testing import conformance
+from tilewise.testing.cases import Case
+
+AMPERE = targets.Target("sm_80")
+SIZES = {"batch": 2, "seqlen_q": 45, "seqlen_k": 70, "heads_q": 4, "heads_k": 2}
+EVERYTHING = {"softcap": 3.0, "dropout": 0.2, "bias": "hq", "alibi": "h", "sink": True, "lse_grad": True}
+CASES = [
+    Case(**SIZES, head_dim=64, mask=Causal(), dtype="bf16"),
+    Case(**SIZES, head_dim=32, head_dim_v=24, mask=ChunkedCausal(11), dtype="fp16", layout="sliced"),
+    Case(**SIZES, head_dim=72, head_dim_v=40, mask=SlidingWindow(20, 4), dtype="bf16", layout="bhsd"),
+    Case(**SIZES, head_dim=32, mask=Documents([0, 3, 45], [0, 20, 70], inner=Causal()), dtype="fp16"),
+    Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp16", **EVERYTHING),
+    Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp32"),
+    Case(**SIZES, head_dim=32, mask=ChunkedCausal(30), dtype="bf16", bias="bhq", alibi="bh", diagonal=True),
+]
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """Sets the pace of asynchronous copies."""
+
+    def set_pace(pace: str) -> None:
+        monkeypatch.setattr(bound, "launcher", partial(launcher, pace=pace))
+
+    def launcher(kernel, _, pace):
+        return emulated.launcher(kernel, AMPERE, pace)
+
+    monkeypatch.setattr(bound, "of_device", lambda device: AMPERE)
+    monkeypatch.setattr(bound, "interpreted", lambda: False)
+    monkeypatch.setattr(targets, "interpreted", lambda: True)
+    return set_pace
+
+
+@pytest.mark.parametrize("case", some(CASES, 0.5, "Triton's kernels"), ids=lambda case: case.id)
+def test_compiled_kernels(case, ampere):
+    ampere("lazy")
+    conformance.run_case(Triton(), case)
+
+
+@pytest.mark.parametrize("run", [conformance.run_hidden, conformance.run_spoiled], ids=lambda run: run.__name__)
+def test_hidden_nan(run, ampere):
+    ampere("eager")
+    run(Triton(), Case(**SIZES, head_dim=32, mask=Causal(), dtype="bf16"))
