@@ -42,11 +42,9 @@ class Triton(Backend):
 
     def details(self, call: Call) -> list[str]:
         """The configurations of its kernels, for `explain`."""
-        from tilewise.backends.triton.config import config_of
-
-        target, passes = targets.of_device(call.q.device), ["forward", *(("dkdv", "dq") if call.grad else ())]
-        found = [(name, config_of(target, name, call.q.dtype, call.head_dim, call.head_dim_v)) for name in passes]
-        return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {target.arch}" for name, c in found]
+        arch, passes = targets.of_device(call.q.device).arch, ["forward", *(("dkdv", "dq") if call.grad else ())]
+        found = [(name, _config(call, name)) for name in passes]
+        return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {arch}" for name, c in found]
 
     def reads(self, problem: Problem) -> bool:
         """Nothing on the host, of documents either."""
@@ -54,9 +52,7 @@ class Triton(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the forward pass."""
-        from tilewise.backends.triton.config import config_of
-
-        found = config_of(targets.of_device(call.q.device), "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        found = _config(call, "forward")
         return found.tile_m, found.tile_n
 
     def bind(self, call: Call):
@@ -75,6 +71,13 @@ class Triton(Backend):
         call = _in_rows(call)
         wanted = bias_grad and call.bias is not None
         return Gradients(*self.bind(call).backward(call.q, call.k, call.v, o, lse.contiguous(), d_o, d_lse, call.extras, wanted))
+
+
+def _config(call: Call, purpose: str):
+    from tilewise.backends.triton.config import config_of
+
+    target, heavy = targets.of_device(call.q.device), call.bias is not None or call.dropout is not None
+    return config_of(target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, heavy)
 
 
 def _in_rows(call: Call) -> Call:
