@@ -1,7 +1,7 @@
 """Renews the table of compiled Triton kernels that the compile gate reads: tests/backends/triton/kernels.json.
 
 Rows of which the sources are as they were stay, those of kernels that no longer exist go, and the rest is compiled, one to eight seconds a kernel
-each. The table is written every few kernels: a run that was stopped resumes. Needs no GPU.
+each. The table is written every few kernels: a run that was stopped resumes. Then the table of cards in docs/guide/your-gpu.md follows. Needs no GPU.
 """
 
 import argparse
@@ -16,7 +16,25 @@ import pool
 import triton_facts
 import triton_inventory
 
+from tilewise.backends.triton.targets import Target
+
 EVERY = 8  # kernels between two writes
+PAGE = Path(__file__).parents[1] / "docs/guide/your-gpu.md"
+BEGIN, END = "<!-- cards:begin -->\n", "<!-- cards:end -->"
+CARDS = {
+    "sm_80": "A100",
+    "sm_86": "A40, RTX 3090",
+    "sm_89": "L40S, RTX 4090",
+    "sm_90": "H100, H200",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090, RTX PRO 6000",
+    "gfx90a": "MI210, MI250",
+    "gfx942": "MI300",
+    "gfx950": "MI350",
+    "gfx1100": "RX 7900",
+    "gfx1201": "RX 9070",
+}
+RAN = {"sm_90": "tests and bench"}  # of the others nobody has sent anything in
 
 
 @cache
@@ -34,6 +52,22 @@ def save(table: dict) -> None:
     aside.replace(triton_facts.TABLE)
 
 
+def cards(table: dict) -> str:
+    """A line for each card: what its forward kernel takes, and whether anything was run there."""
+    lines = ["| card | architecture | family | run | shared memory of a block | registers | stack |", "|---|---|---|---|---:|---:|---:|"]
+    for arch, card in CARDS.items():
+        facts, target = table[triton_inventory.Case(arch, "forward").name]["facts"], Target(arch)
+        cells = card, arch, target.family, RAN.get(arch, "compiles, not run"), f"{target.shared_bytes >> 10} KiB"
+        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} |")
+    return "\n".join(lines)
+
+
+def page(text: str, table: dict) -> str:
+    """The page with the table of cards between its marks."""
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{head}{BEGIN}\n{cards(table)}\n\n{END}{tail}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=0, help="kernels at once (default: one a core)")
@@ -49,6 +83,7 @@ def main() -> int:
                 save(table)
     finally:
         save(table)
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
     return 0
 
 
