@@ -11,13 +11,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 import triton_facts
 from triton_facts import Facts, known, measured, rows, turned
 from triton_inventory import PASSES, QUICK, Case, cases
 
+from tilewise.backends.triton import Triton
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target
+from tilewise.problem import Problem
 
 MULTIPLIES = {
     "sm80": "mma",
@@ -124,3 +127,15 @@ def test_every_family_has_every_row():
         for key in configs.FITTING:
             assert (family, *key) in configs.TABLE
     assert {Target(arch).family for arch in ("sm_88", "sm_110", "gfx906", "gfx1151")} <= set(FAMILIES.values())
+
+
+def test_what_no_tile_fits_is_refused():
+    """Gradients of 512 fp32 columns take more shared memory than Ada has."""
+
+    def reasons(**changes) -> list[str]:
+        given = {"device": "cuda", "dtype": torch.float32, "head_dim": 512, "head_dim_v": 64, "group": 1, "mask": "full", "grad": True}
+        return Triton().why_not(Problem(**given | {"capability": (8, 9)} | changes))
+
+    assert reasons() == ["its fp32 gradients of a head_dim above 256 need 144 KiB of shared memory"]
+    for fine in ({"capability": (8, 0)}, {"grad": False}, {"dtype": torch.bfloat16}, {"head_dim": 256}):
+        assert reasons(**fine) == []

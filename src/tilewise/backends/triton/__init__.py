@@ -13,6 +13,7 @@ __all__ = ["Triton"]
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MOST_DIM = 512
+FP32_GRAD_BYTES = 144 << 10  # of the shared memory of NVIDIA's thread blocks, with a head_dim above MOST_DIM / 2
 
 
 class Triton(Backend):
@@ -28,8 +29,11 @@ class Triton(Backend):
         if refused := targets.why_not(problem.capability):
             return [refused]
         reasons = problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
-        if max(problem.head_dim, problem.head_dim_v) > MOST_DIM:
+        wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
+        if wide > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
+        elif wide > MOST_DIM // 2 and fp32_grad and targets.shared_bytes(problem.capability) < FP32_GRAD_BYTES:
+            reasons.append(f"its fp32 gradients of a head_dim above {MOST_DIM // 2} need {FP32_GRAD_BYTES >> 10} KiB of shared memory")
         return reasons
 
     def describe(self) -> str:

@@ -71,8 +71,8 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "rdna": (64, 64, 4, 1),
     },
     ("forward", 2, 128): {
-        "sm80 sm86 sm100": (128, 64, 8, 3),
-        "sm120": (128, 64, 8, 2),
+        "sm80 sm100": (128, 64, 8, 3),
+        "sm86 sm120": (128, 64, 8, 2),
         "cdna gfx950": (128, 64, 4, 1),
         "rdna": (32, 32, 8, 1),
     },
@@ -92,16 +92,22 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     },
     ("forward", 2, 512): {
         "sm80 sm100": (64, 32, 8, 2),
-        "sm86 sm120": (64, 16, 8, 2),
+        "sm86 sm120": (32, 16, 8, 2),
         "sm90": (32, 32, 8, 2),
         "cdna gfx950": (32, 32, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
     ("forward", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (64, 32, 4, 2), "cdna gfx950": (128, 64, 4, 1), "rdna": (32, 32, 8, 1)},
-    ("forward", 4, 128): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 4, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (32, 16, 8, 1)},
-    ("forward", 4, 192): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (32, 32, 4, 1), "rdna": (16, 16, 8, 1)},
+    ("forward", 4, 128): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (32, 16, 8, 1)},
+    ("forward", 4, 192): {
+        "sm80 sm90 sm100": (32, 32, 8, 2),
+        "sm86": (32, 16, 8, 2),
+        "sm120": (32, 16, 8, 1),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
     ("forward", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
-    ("forward", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
+    ("forward", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 16, 4, 1)},
     ("dkdv", 2, 64): {"sm80 sm86 sm100 sm120": (64, 128, 8, 2), "cdna gfx950": (64, 128, 4, 1), "rdna": (16, 32, 8, 1)},
     ("dkdv", 2, 128): {
         "sm80 sm86": (32, 128, 8, 2),
@@ -123,14 +129,25 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "cdna gfx950": (32, 32, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
-    ("dkdv", 2, 512): {"sm80 sm86 sm90 sm100 sm120": (16, 32, 8, 2), "cdna gfx950": (16, 32, 4, 1), "rdna": (16, 16, 8, 1)},
-    ("dkdv", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (16, 16, 4, 1), "cdna gfx950": (32, 64, 4, 1), "rdna": (16, 16, 8, 1)},
-    ("dkdv", 4, 128): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (32, 32, 4, 1), "rdna": (16, 16, 8, 1)},
+    ("dkdv", 2, 512): {
+        "sm80 sm90 sm100": (16, 32, 8, 2),
+        "sm86 sm120": (16, 16, 8, 2),
+        "cdna gfx950": (16, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 4, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (16, 16, 8, 1)},
+    ("dkdv", 4, 128): {
+        "sm80 sm86": (32, 32, 8, 2),
+        "sm90 sm100": (16, 16, 8, 2),
+        "sm120": (16, 32, 8, 2),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
     ("dkdv", 4, 192): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
     ("dkdv", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
-    ("dkdv", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
+    ("dkdv", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 16, 4, 1)},
     ("dq", 2, 64): {"sm80 sm86 sm100 sm120": (128, 64, 8, 2), "cdna gfx950": (128, 64, 4, 1), "rdna": (64, 32, 8, 1)},
-    ("dq", 2, 128): {"sm80 sm86 sm100": (128, 64, 8, 2), "sm120": (128, 32, 8, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (32, 32, 8, 1)},
+    ("dq", 2, 128): {"sm80 sm100": (128, 64, 8, 2), "sm86 sm120": (128, 32, 8, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (32, 32, 8, 1)},
     ("dq", 2, 192): {
         "sm80 sm90 sm100": (128, 32, 8, 2),
         "sm86 sm120": (64, 32, 8, 2),
@@ -138,23 +155,28 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "rdna": (32, 16, 8, 1),
     },
     ("dq", 2, 256): {
-        "sm80 sm100": (64, 64, 8, 2),
+        "sm80": (64, 64, 8, 2),
         "sm86 sm120": (32, 32, 8, 2),
-        "sm90": (64, 32, 8, 2),
+        "sm90 sm100": (64, 32, 8, 2),
         "cdna gfx950": (64, 32, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
     ("dq", 2, 512): {
         "sm80 sm90 sm100": (32, 32, 8, 2),
-        "sm86 sm120": (32, 16, 8, 2),
+        "sm86 sm120": (32, 16, 8, 1),
         "cdna gfx950": (16, 32, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
     ("dq", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 4, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (32, 32, 8, 1)},
-    ("dq", 4, 128): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (16, 16, 8, 1)},
-    ("dq", 4, 192): {"sm80 sm86 sm90 sm100 sm120": (32, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1), "rdna": (16, 16, 8, 1)},
+    ("dq", 4, 128): {
+        "sm80 sm90 sm100": (32, 32, 8, 2),
+        "sm86 sm120": (32, 16, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dq", 4, 192): {"sm80 sm90 sm100": (32, 16, 8, 1), "sm86 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
     ("dq", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
-    ("dq", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
+    ("dq", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 16, 4, 1)},
 }
 """The largest tiles of some candidates that were compiled for each family, without spills and within its shared memory, in two stages or more where
 these fit. RDNA's 256 registers are not enough above a head class of 128, nor for gradients above 64: there spills are fewest."""
@@ -170,13 +192,15 @@ TABLE = {
 def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, heavy: bool = False) -> Config:
     """Of a pass: "forward", "dkdv" or "dq"; heavy: of a call with dropout or a bias."""
     config, _ = TABLE[target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)]
-    return lighter(config, purpose) if heavy and target.nvidia else config
+    return lighter(config, purpose, target.family) if heavy and target.nvidia else config
 
 
 MOST_WHEN_HEAVY = {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)}
+MOST_ON_BLACKWELL = {"forward": (64, 32)}  # of compute capability 10, where sums pass through registers from tensor memory
 
 
-def lighter(config: Config, purpose: str) -> Config:
+def lighter(config: Config, purpose: str, family: str) -> Config:
     """For kernels that draw random bits or load a bias for each pair: NVIDIA's 255 registers a thread hold fewer pairs then."""
-    tile_m, tile_n = map(min, (config.tile_m, config.tile_n), MOST_WHEN_HEAVY[purpose])
+    most = MOST_ON_BLACKWELL.get(purpose) if family == "sm100" else None
+    tile_m, tile_n = map(min, (config.tile_m, config.tile_n), most or MOST_WHEN_HEAVY[purpose])
     return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8)

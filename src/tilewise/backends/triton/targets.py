@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import os
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ FAMILIES |= dict.fromkeys(("sm_120", "sm_121"), "sm120") | {"gfx90a": "cdna", "g
 FAMILIES |= dict.fromkeys(("gfx1100", "gfx1101", "gfx1200", "gfx1201"), "rdna")
 """Architecture to family: those of one family have the same tensor cores, as much shared memory, and an assembler that needs the same registers."""
 COMPILED = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"
-"""Those that the gate compiles for (tools/triton_gate.py)."""
+"""Those that the compile gate compiles for (tests/backends/triton/test_compile.py)."""
 
 
 class Target(NamedTuple):
@@ -93,6 +94,11 @@ def why_not(capability: tuple[int, int] | None) -> str:
             f"TRITON_PTXAS_PATH to the ptxas of CUDA {_text(LEAST_PTXAS)} or newer (in the package nvidia-cuda-nvcc)"
         )
     return ""
+
+
+def shared_bytes(capability: tuple[int, int] | None) -> float:
+    """Shared memory of a thread block on an NVIDIA GPU; without a bound on AMD's, where operands are in registers, and where no GPU is named."""
+    return math.inf if torch.version.hip or capability is None else Target("sm_{}{}".format(*capability)).shared_bytes
 
 
 @functools.cache
