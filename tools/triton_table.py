@@ -2,6 +2,10 @@
 
 Rows of which the sources are as they were stay, those of kernels that no longer exist go, and the rest is compiled, one to eight seconds a kernel
 each. The table is written every few kernels: a run that was stopped resumes. Then the table of cards in docs/guide/your-gpu.md follows. Needs no GPU.
+
+    python tools/triton_table.py                                                # renew the table
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2        # what one configuration takes: tile_m, tile_n, warps, stages
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2 tiles dropout    # with a mask and a feature of tests/shared/triton_inventory.py
 """
 
 import argparse
@@ -13,9 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/shared"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pool
+import torch
 import triton_facts
 import triton_inventory
 
+from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.targets import Target
 
 EVERY = 8  # kernels between two writes
@@ -46,6 +52,13 @@ def compiled(name: str) -> dict:
     return triton_facts.row(inventory()[name])
 
 
+def tried(arch: str, kernel: str, dtype: str, head_dim: str, tiles: str, *rest: str) -> triton_facts.Facts:
+    """Facts of a kernel with a configuration that is not the table's."""
+    config = Config(*map(int, tiles.split(",")))
+    case = triton_inventory.Case(arch, kernel, getattr(torch, dtype), int(head_dim), *rest, chosen=config)
+    return triton_facts.measured(case.built(), case.target)
+
+
 def save(table: dict) -> None:
     aside = triton_facts.TABLE.with_suffix(".new")
     aside.write_text(triton_facts.written(table))
@@ -71,13 +84,17 @@ def page(text: str, table: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workers", type=int, default=0, help="kernels at once (default: one a core)")
-    workers = parser.parse_args().workers
+    parser.add_argument("--try", dest="words", nargs="+", metavar="WORD", help="compile one kernel and print its facts, as above")
+    given = parser.parse_args()
+    if given.words:
+        print(tried(*given.words))
+        return 0
     before = triton_facts.rows()
     table = {name: before[name] for name, case in inventory().items() if triton_facts.known(case, before)}
     missing = [name for name in inventory() if name not in table]
     print(f"{len(table)} rows stay, {len(before) - len(table)} go, {len(missing)} kernels to compile", flush=True)
     try:
-        for i, (name, row) in enumerate(pool.each(compiled, missing, workers), 1):
+        for i, (name, row) in enumerate(pool.each(compiled, missing, given.workers), 1):
             table[name] = row
             if i % EVERY == 0:
                 save(table)

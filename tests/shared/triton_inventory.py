@@ -30,7 +30,7 @@ class Case(NamedTuple):
     mask: str = "band"
     feature: str = "plain"  # or "scores", with all that changes them, a bias but not; "bias"; "dropout"
     aligned: bool = True
-    chosen: Config | None = None  # in place of the table's (tools/triton_configs.py)
+    chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)
 
     @property
     def target(self) -> Target:

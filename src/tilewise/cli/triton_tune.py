@@ -2,6 +2,7 @@
 
 import datetime
 from argparse import Namespace
+from collections.abc import Callable, Mapping
 
 import torch
 from rich.console import Console
@@ -61,7 +62,7 @@ def _jobs(options: Namespace) -> list[tuning.Job]:
     return [tuning.Job(name, *cell, masks=masks) for cell in cells for name in tuning.PASSES]
 
 
-def _timed(calls: dict) -> dict[Config, float]:
+def _timed(calls: Mapping[Config, Callable[[], object]]) -> dict[Config, float]:
     """Seconds of each call, in turns."""
     stats = interleave({_text(config): call for config, call in calls.items()}, budget_s=BUDGET_S, device="cuda", clock="events")
     return {config: stats[_text(config)].median for config in calls}
@@ -76,7 +77,7 @@ def _rows(job: tuning.Job, found: tuning.Found, environment: dict) -> list[Row]:
         cell = Workload(name="tune", mask=mask, direction=direction, **sizes)
         name, flops = f"triton[{job.purpose} {_text(found.config)}]", cell.flops
         times = {"clock": "events", "median_s": seconds, "flops": flops, "flops_per_s": flops / seconds}
-        rows.append(Row(impl=name, name=cell.name, case=cell.case, environment=environment, **times))
+        rows.append(Row(impl=name, name=cell.name, case={**cell.case}, environment=environment, **times))
     return rows
 
 

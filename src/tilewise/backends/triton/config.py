@@ -91,9 +91,9 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
         "rdna": (32, 16, 8, 1),
     },
     ("forward", 2, 512): {
-        "sm80 sm100": (64, 32, 8, 2),
+        "sm80": (64, 32, 8, 2),
         "sm86 sm120": (32, 16, 8, 2),
-        "sm90": (32, 32, 8, 2),
+        "sm90 sm100": (32, 32, 8, 2),
         "cdna gfx950": (32, 32, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
@@ -112,7 +112,7 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     ("dkdv", 2, 128): {
         "sm80 sm86": (32, 128, 8, 2),
         "sm100": (64, 128, 8, 2),
-        "sm120": (32, 64, 4, 2),
+        "sm120": (32, 64, 8, 2),
         "cdna gfx950": (32, 64, 4, 1),
         "rdna": (16, 16, 8, 1),
     },
