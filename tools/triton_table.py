@@ -3,9 +3,9 @@
 Rows of which the sources are as they were stay, those of kernels that no longer exist go, and the rest is compiled, one to eight seconds a kernel
 each. The table is written every few kernels: a run that was stopped resumes. Then the table of cards in docs/guide/your-gpu.md follows. Needs no GPU.
 
-    python tools/triton_table.py                                                # renew the table
-    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2        # what one configuration takes: tile_m, tile_n, warps, stages
-    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2 tiles dropout    # with a mask and a feature of tests/shared/triton_inventory.py
+    python tools/triton_table.py                                                         # renew the table
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2                 # what tile_m, tile_n, warps and stages take
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2 tiles dropout   # with a mask and a feature of triton_inventory.py
 """
 
 import argparse
