@@ -25,6 +25,7 @@ test-slow: $(VENV)/installed
 # The table of compiled kernels, whose rows spare `make test` the compiler: where device code has changed. Resumes; up to an hour and a half for all.
 kernel-table: $(VENV)/installed
 	$(RUN) tools/gpu/kernel_table.py
+	$(RUN) tools/triton_table.py
 
 # The wheel of compiled kernels for H100 and H200, without a GPU, into dist/. A kernel a core at once, and it says how long the rest takes; resumes;
 # 45 minutes of one core for all 635.

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from unittest import mock
 
+from code_digest import plain, short
 from kernel_inventory import Kernel
 
 from tilewise.sm90 import cache as kernels_on_disk
@@ -145,7 +146,7 @@ def _most_moved(code: list[str]) -> int:
 def key(kernel: Kernel) -> str:
     """A row's: the name, and a digest of what identifies the kernel."""
     function = kernel.launch.partition(":")[2] if isinstance(kernel.launch, str) else kernel.launch.__qualname__
-    return f"{kernel.name} {_short(f'{module_of(kernel.launch)}:{function}', repr(kernel.config))[:8]}"
+    return f"{kernel.name} {short(f'{module_of(kernel.launch)}:{function}', repr(kernel.config))[:8]}"
 
 
 def module_of(launch: str | Callable) -> str:
@@ -161,11 +162,7 @@ def source(kernel: Kernel) -> str:
     modules = sorted(set().union(*map(reached, roots & MODULES.keys())))
     compiler = version("nvidia-cutlass-dsl"), kernels_on_disk.toolkit_of(kernels_on_disk.library()), jit.arch()
     stated = repr(kernel.launch) if isinstance(kernel.launch, str) else kernel.launch.__qualname__
-    return _short(*compiler, stated, repr(kernel.config), "\n".join(described(given)), *(code_of(name) for name in modules))
-
-
-def _short(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return short(*compiler, stated, repr(kernel.config), "\n".join(described(given)), *(code_of(name) for name in modules))
 
 
 def _modules() -> dict[str, Path]:
@@ -192,19 +189,7 @@ def parsed(name: str) -> ast.Module:
 @cache
 def code_of(name: str) -> str:
     """A digest of a module's code."""
-    return _short(plain(parsed(name)))
-
-
-def plain(node) -> str:
-    """A syntax tree without docstrings, and without the empty fields in which versions of Python differ."""
-    if isinstance(node, list):
-        return f"[{','.join(map(plain, node))}]"
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    given = {name: value for name, value in ast.iter_fields(node) if value is not None and value != []}
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-        given["body"] = node.body[1:]
-    return f"{type(node).__name__}({','.join(f'{name}={plain(value)}' for name, value in given.items())})"
+    return short(plain(parsed(name)))
 
 
 @cache
@@ -274,8 +259,8 @@ def written(table: dict[str, dict]) -> str:
 
 def shuffled(kernels: Iterable[Kernel]) -> list[Kernel]:
     """In an order that is another one whenever the table or a module changes."""
-    seed = _short(TABLE.read_text() if TABLE.exists() else "", *(code_of(name) for name in sorted(MODULES)))
-    return sorted(kernels, key=lambda kernel: _short(seed, key(kernel)))
+    seed = short(TABLE.read_text() if TABLE.exists() else "", *(code_of(name) for name in sorted(MODULES)))
+    return sorted(kernels, key=lambda kernel: short(seed, key(kernel)))
 
 
 def main_output() -> Callable[[], str]:

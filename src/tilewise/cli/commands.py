@@ -228,6 +228,8 @@ def warmup(options: Namespace) -> int:
 
 def tune(options: Namespace) -> int:
     """Search the fastest kernel of each cell; FAILED where one that ships is wrong or does not compile."""
-    from tilewise.cli import kernels
-
-    return kernels.tune(options, console_for_tables())
+    if options.backend == "triton":
+        from tilewise.cli.triton_tune import tune
+    else:
+        from tilewise.cli.kernels import tune
+    return tune(options, console_for_tables())

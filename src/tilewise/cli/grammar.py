@@ -51,7 +51,8 @@ EXAMPLES = {
   tilewise doctor --json""",
     "tune": """  tilewise tune --head-dim 128 --mask causal        the fastest kernel for a cell, on a Hopper GPU
   tilewise tune --dry-run                        the shapes for every cell, and what they take; needs no GPU
-  tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl""",
+  tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl
+  tilewise tune --backend triton --head-dim 64,128    the fastest tiles of the Triton kernels, on any GPU""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
   tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
@@ -359,6 +360,7 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
 
 
 def _tune_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", choices=("hopper", "triton"), default="hopper", help="of which backend (default: %(default)s)")
     for name, example, meaning in (
         ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v (default: all that have tiles of their own)"),
         ("dtype", "bf16", "bf16, fp16 (default: bf16)"),
@@ -387,6 +389,6 @@ COMMANDS = {
     "explain": (_explain_options, "say which backend a call would use, and why"),
     "report": (_report_options, "turn rows of bench into tables, plots or a page"),
     "doctor": (_doctor_options, "say what is installed, and which backends are usable"),
-    "tune": (_tune_options, "search the fastest kernels for this machine's Hopper GPU"),
+    "tune": (_tune_options, "search the fastest kernels for this machine's GPU"),
     "warmup": (_warmup_options, "compile kernels ahead of time, on any machine, and keep them on disk"),
 }

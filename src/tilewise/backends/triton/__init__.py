@@ -15,6 +15,7 @@ __all__ = ["Triton"]
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 MOST_DIM = 512
+FP32_GRAD_BYTES = 144 << 10  # of the shared memory of NVIDIA's thread blocks, with a head_dim above MOST_DIM / 2
 
 
 class Triton(Backend):
@@ -30,8 +31,11 @@ class Triton(Backend):
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
         reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
-        if max(problem.head_dim, problem.head_dim_v) > MOST_DIM:
+        wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
+        if wide > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
+        elif wide > MOST_DIM // 2 and fp32_grad and targets.shared_bytes(problem.capability) < FP32_GRAD_BYTES:
+            reasons.append(f"its fp32 gradients of a head_dim above {MOST_DIM // 2} need {FP32_GRAD_BYTES >> 10} KiB of shared memory")
         return reasons
 
     def describe(self) -> str:
@@ -44,11 +48,9 @@ class Triton(Backend):
 
     def details(self, call: Call) -> list[str]:
         """The configurations of its kernels, for `explain`."""
-        from tilewise.backends.triton.config import config_of
-
-        target, passes = targets.of_device(call.q.device), ["forward", *(("dkdv", "dq") if call.grad else ())]
-        found = [(name, config_of(target, name, call.q.dtype, call.head_dim, call.head_dim_v)) for name in passes]
-        return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {target.arch}" for name, c in found]
+        arch, passes = targets.of_device(call.q.device).arch, ["forward", *(("dkdv", "dq") if call.grad else ())]
+        found = [(name, _config(call, name)) for name in passes]
+        return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {arch}" for name, c in found]
 
     def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
         """Only where sequences are calls of their own."""
@@ -77,9 +79,7 @@ class Triton(Backend):
 
     def tile(self, call: Call) -> tuple[int, int]:
         """(tile_m, tile_n) of the forward pass."""
-        from tilewise.backends.triton.config import config_of
-
-        found = config_of(targets.of_device(call.q.device), "forward", call.q.dtype, call.head_dim, call.head_dim_v)
+        found = _config(call, "forward")
         return found.tile_m, found.tile_n
 
     def bind(self, call: Call):
@@ -98,6 +98,13 @@ class Triton(Backend):
         call = _in_rows(call)
         wanted = bias_grad and call.bias is not None
         return Gradients(*self.bind(call).backward(call.q, call.k, call.v, o, lse.contiguous(), d_o, d_lse, call.extras, wanted))
+
+
+def _config(call: Call, purpose: str):
+    from tilewise.backends.triton.config import config_of
+
+    target, heavy = targets.of_device(call.q.device), call.bias is not None or call.dropout is not None
+    return config_of(target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, heavy)
 
 
 def _in_rows(call: Call) -> Call:

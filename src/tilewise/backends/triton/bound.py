@@ -28,6 +28,7 @@ ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
 ROWS = 128  # of a program of the small kernels
+SMALL = configs.Config(ROWS, ROWS, 4, 1)  # of those
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
 
@@ -69,9 +70,7 @@ def _finder(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What finds the intervals of rows from cu_seqlens on the device."""
     low, high, low_left, high_left = documents.offsets(mask.inner)
-    constants = ("KEYS", by_keys), ("TILE", ROWS)
-    kernel = Kernel(document_kernels.ends_of_documents, constants, (), configs.Config(ROWS, ROWS, 4, 1))
-    run, rows = launcher(kernel, of_device(device)), seqlen_k if by_keys else seqlen_q
+    run, rows = launcher(finding(by_keys), of_device(device)), seqlen_k if by_keys else seqlen_q
     fixed = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "low": low, "high": high, "low_left": low_left, "high_left": high_left}
 
     def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
@@ -83,6 +82,11 @@ def _finder(
         return ends
 
     return find
+
+
+def finding(by_keys: bool) -> Kernel:
+    """The kernel of `_finder`."""
+    return Kernel(document_kernels.ends_of_documents, (("KEYS", by_keys), ("TILE", ROWS)), (), SMALL)
 
 
 def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool, find: Callable) -> Tensor:
@@ -122,8 +126,8 @@ class Bound:
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
-        call = self.like
-        return self.chosen.get(purpose) or configs.config_of(self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v)
+        call, heavy = self.like, self.flags["BIAS"] or self.flags["DROPOUT"]
+        return self.chosen.get(purpose) or configs.config_of(self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, heavy)
 
     @property
     def kept(self) -> bool:
@@ -269,7 +273,7 @@ class Backward:
         with on(bound.device):
             if pairs * m_tiles:
                 operands = {"o": o, "d_o": d_o}
-                run = bound.run(backward.prepare, _SMALL, "", operands, D_LSE=d_lse is not None, **bound.widths)
+                run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, **bound.widths)
                 d_lse = None if d_lse is None else d_lse.float().contiguous()
                 run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
             n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
@@ -322,7 +326,6 @@ def _flags(call: Call) -> dict[str, object]:
     }
 
 
-_SMALL = configs.Config(ROWS, ROWS, 4, 1)
 _NOT_DROPPED = {"keep_scale": 1.0}
 
 

@@ -61,6 +61,7 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 64): (Config(64, 128, 8, 2), COMPILED),
     ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 2), COMPILED),
     ("sm90", "dq", 2, 64): (Config(128, 64, 8, 2), COMPILED),
+    ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), COMPILED),
     ("cdna", "decode", 1, 256): (Config(16, 32, 4, 2), COMPILED),  # a thread of 8 warps has 256 registers, of 4 twice as many
     ("cdna", "decode", 1, 576): (Config(16, 16, 4, 1), COMPILED),
     ("cdna", "chunk", 1, 128): (Config(32, 32, 4, 2), COMPILED),
@@ -69,25 +70,132 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("cdna", "chunk", 1, 576): (Config(16, 16, 4, 1), COMPILED),
     ("cdna", "chunk", 2, 128): (Config(32, 32, 4, 2), COMPILED),
     ("cdna", "chunk", 2, 192): (Config(32, 32, 4, 2), COMPILED),
-    ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), COMPILED),
 }
-FALLBACK = {  # for whatever has no row: pass, head class
-    ("forward", 64): Config(128, 64, 4, 2),
-    ("forward", 128): Config(64, 64, 4, 2),
-    ("forward", 192): Config(64, 32, 4, 2),
-    ("forward", 256): Config(64, 32, 8, 1),
-    ("forward", 512): Config(32, 32, 8, 1),
-    ("dkdv", 64): Config(32, 64, 4, 2),
-    ("dkdv", 128): Config(32, 64, 4, 2),
-    ("dkdv", 192): Config(32, 32, 4, 1),
-    ("dkdv", 256): Config(32, 32, 8, 1),
-    ("dkdv", 512): Config(16, 16, 8, 1),
-    ("dq", 64): Config(64, 64, 4, 2),
-    ("dq", 128): Config(64, 32, 4, 2),
-    ("dq", 192): Config(32, 32, 4, 1),
-    ("dq", 256): Config(32, 32, 8, 1),
-    ("dq", 512): Config(16, 16, 8, 1),
+FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
+    # pass, bytes of an element, head class: {families: (tile_m, tile_n, warps, stages)}
+    ("forward", 2, 64): {
+        "sm80 sm86 sm100": (128, 64, 4, 3),
+        "sm120": (128, 64, 8, 3),
+        "cdna gfx950": (128, 64, 4, 1),
+        "rdna": (64, 64, 4, 1),
+    },
+    ("forward", 2, 128): {
+        "sm80 sm100": (128, 64, 8, 3),
+        "sm86 sm120": (128, 64, 8, 2),
+        "cdna gfx950": (128, 64, 4, 1),
+        "rdna": (32, 32, 8, 1),
+    },
+    ("forward", 2, 192): {
+        "sm80 sm90 sm100": (128, 64, 8, 2),
+        "sm86": (128, 32, 8, 2),
+        "sm120": (128, 16, 8, 2),
+        "cdna gfx950": (128, 32, 8, 1),
+        "rdna": (32, 32, 8, 1),
+    },
+    ("forward", 2, 256): {
+        "sm80": (64, 64, 8, 2),
+        "sm86 sm120": (64, 32, 8, 2),
+        "sm90 sm100": (128, 32, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (32, 16, 8, 1),
+    },
+    ("forward", 2, 512): {
+        "sm80": (64, 32, 8, 2),
+        "sm86 sm120": (32, 16, 8, 2),
+        "sm90 sm100": (32, 32, 8, 2),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("forward", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (64, 32, 4, 2), "cdna gfx950": (128, 64, 4, 1), "rdna": (32, 32, 8, 1)},
+    ("forward", 4, 128): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (32, 16, 8, 1)},
+    ("forward", 4, 192): {
+        "sm80 sm90 sm100": (32, 32, 8, 2),
+        "sm86": (32, 16, 8, 2),
+        "sm120": (32, 16, 8, 1),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("forward", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
+    ("forward", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 16, 4, 1)},
+    ("dkdv", 2, 64): {"sm80 sm86 sm100 sm120": (64, 128, 8, 2), "cdna gfx950": (64, 128, 4, 1), "rdna": (16, 32, 8, 1)},
+    ("dkdv", 2, 128): {
+        "sm80 sm86": (32, 128, 8, 2),
+        "sm100": (64, 128, 8, 2),
+        "sm120": (32, 64, 8, 2),
+        "cdna gfx950": (32, 64, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 2, 192): {
+        "sm80 sm86 sm90 sm120": (32, 32, 4, 2),
+        "sm100": (32, 64, 8, 2),
+        "cdna gfx950": (32, 64, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 2, 256): {
+        "sm80 sm100": (32, 64, 8, 2),
+        "sm86 sm120": (16, 64, 8, 2),
+        "sm90": (32, 32, 8, 2),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 2, 512): {
+        "sm80 sm90 sm100": (16, 32, 8, 2),
+        "sm86 sm120": (16, 16, 8, 2),
+        "cdna gfx950": (16, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 4, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (16, 16, 8, 1)},
+    ("dkdv", 4, 128): {
+        "sm80 sm86": (32, 32, 8, 2),
+        "sm90 sm100": (16, 16, 8, 2),
+        "sm120": (16, 32, 8, 2),
+        "cdna gfx950": (32, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dkdv", 4, 192): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
+    ("dkdv", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
+    ("dkdv", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 16, 4, 1)},
+    ("dq", 2, 64): {"sm80 sm86 sm100 sm120": (128, 64, 8, 2), "cdna gfx950": (128, 64, 4, 1), "rdna": (64, 32, 8, 1)},
+    ("dq", 2, 128): {"sm80 sm100": (128, 64, 8, 2), "sm86 sm120": (128, 32, 8, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (32, 32, 8, 1)},
+    ("dq", 2, 192): {
+        "sm80 sm90 sm100": (128, 32, 8, 2),
+        "sm86 sm120": (64, 32, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (32, 16, 8, 1),
+    },
+    ("dq", 2, 256): {
+        "sm80": (64, 64, 8, 2),
+        "sm86 sm120": (32, 32, 8, 2),
+        "sm90 sm100": (64, 32, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dq", 2, 512): {
+        "sm80 sm90 sm100": (32, 32, 8, 2),
+        "sm86 sm120": (32, 16, 8, 1),
+        "cdna gfx950": (16, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dq", 4, 64): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 4, 2), "cdna gfx950": (64, 64, 4, 1), "rdna": (32, 32, 8, 1)},
+    ("dq", 4, 128): {
+        "sm80 sm90 sm100": (32, 32, 8, 2),
+        "sm86 sm120": (32, 16, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (16, 16, 8, 1),
+    },
+    ("dq", 4, 192): {"sm80 sm90 sm100": (32, 16, 8, 1), "sm86 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
+    ("dq", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 32, 4, 1)},
+    ("dq", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (16, 16, 4, 1)},
 }
+"""The largest tiles of some candidates that were compiled for each family, without spills and within its shared memory, in two stages or more where
+these fit. RDNA's 256 registers are not enough above a head class of 128, nor for gradients above 64: there spills are fewest."""
+FITS = "compiled with Triton 3.9.0 to see what fits, never timed"
+TABLE = {
+    (family, *key): (Config(*tiles), FITS)
+    for key, rows in FITTING.items()
+    for families, tiles in rows.items()
+    for family in families.split()
+} | TABLE
 
 # For whatever has no row: "decode" of at most 16 rows of a sequence or "chunk" of more, bytes of a cache's element (4: of q's), head class. Compiled
 # with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 16 bytes, of fp32 with 256 up to 88.
@@ -128,11 +236,21 @@ def decodes(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) <= MOST_DIM or (dtype.itemsize == 2 and head_dim <= 576 and head_dim_v <= 2 * MOST_DIM)
 
 
-def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """Of a pass: "forward", "dkdv" or "dq"."""
-    dims = head_class(head_dim, head_dim_v)
-    row = TABLE.get((target.family, purpose, dtype.itemsize, dims))
-    return FALLBACK[purpose, dims] if row is None else row[0]
+def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, heavy: bool = False) -> Config:
+    """Of a pass: "forward", "dkdv" or "dq"; heavy: of a call with dropout or a bias."""
+    config, _ = TABLE[target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)]
+    return lighter(config, purpose, target.family) if heavy and target.nvidia else config
+
+
+MOST_WHEN_HEAVY = {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)}
+MOST_ON_BLACKWELL = {"forward": (64, 32)}  # of compute capability 10, where sums pass through registers from tensor memory
+
+
+def lighter(config: Config, purpose: str, family: str) -> Config:
+    """For kernels that draw random bits or load a bias for each pair: NVIDIA's 255 registers a thread hold fewer pairs then."""
+    most = MOST_ON_BLACKWELL.get(purpose) if family == "sm100" else None
+    tile_m, tile_n = map(min, (config.tile_m, config.tile_n), most or MOST_WHEN_HEAVY[purpose])
+    return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8)
 
 
 def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:

@@ -2,19 +2,20 @@
 
 import functools
 import importlib.util
+import math
 import os
 from typing import NamedTuple
 
 import torch
 
 KIB = 1024
-SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227, "sm100": 227, "cdna": 64, "gfx950": 160, "rdna": 64}
+SHARED_KIB = {"sm80": 163, "sm86": 99, "sm90": 227, "sm100": 227, "sm120": 99, "cdna": 64, "gfx950": 160, "rdna": 64}
 FAMILIES = {"sm_80": "sm80", "sm_86": "sm86", "sm_87": "sm80", "sm_89": "sm86", "sm_90": "sm90", "sm_100": "sm100", "sm_103": "sm100"}
-FAMILIES |= dict.fromkeys(("sm_120", "sm_121"), "sm86") | {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "gfx950"}
+FAMILIES |= dict.fromkeys(("sm_120", "sm_121"), "sm120") | {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "gfx950"}
 FAMILIES |= dict.fromkeys(("gfx1100", "gfx1101", "gfx1200", "gfx1201"), "rdna")
-"""Architecture to family: those of one family have the same tensor cores and as much shared memory."""
+"""Architecture to family: those of one family have the same tensor cores, as much shared memory, and an assembler that needs the same registers."""
 COMPILED = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"
-"""Those that the gate compiles for (tools/triton_gate.py)."""
+"""Those that the compile gate compiles for (tests/backends/triton/test_compile.py)."""
 
 
 class Target(NamedTuple):
@@ -98,6 +99,11 @@ def why_not(capability: tuple[int, int] | None) -> str:
             f"TRITON_PTXAS_PATH to the ptxas of CUDA {_text(LEAST_PTXAS)} or newer (in the package nvidia-cuda-nvcc)"
         )
     return ""
+
+
+def shared_bytes(capability: tuple[int, int] | None) -> float:
+    """Shared memory of a thread block on an NVIDIA GPU; without a bound on AMD's, where operands are in registers, and where no GPU is named."""
+    return math.inf if torch.version.hip or capability is None else Target("sm_{}{}".format(*capability)).shared_bytes
 
 
 @functools.cache

@@ -106,9 +106,15 @@ class Found(NamedTuple):
     seconds: list[float]
 
 
-def search(jobs: Sequence[Job], time: Callable[[Mapping[Config, Callable[[], object]]], Mapping[Config, float]]) -> dict[Job, list[Found]]:
-    """Each job's configurations from the fastest on; `time` measures calls in turns."""
-    able = [each for each in compile_all([(job, config) for job in jobs for config in candidates(job)]) if not each.wrong]
+def search(
+    jobs: Sequence[Job],
+    time: Callable[[Mapping[Config, Callable[[], object]]], Mapping[Config, float]],
+    most: int | None = None,
+    processes: int | None = None,
+) -> dict[Job, list[Found]]:
+    """Each job's configurations from the fastest on; `time` measures calls in turns. Of `most` candidates a job, compiled by so many processes."""
+    todo = [(job, config) for job in jobs for config in itertools.islice(candidates(job), most)]
+    able = [each for each in compile_all(todo, processes) if not each.wrong]
     found = {}
     for job in jobs:
         seconds: dict[Config, list[float]] = {each.config: [] for each in able if each.job == job}

@@ -91,7 +91,7 @@ def _visit_keys(
             v_tile_b = load_columns(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
             d_p = dot(d_o_b, v_tile_b, d_p, PRECISION, EMULATED)
         if MASK == "tiles" and MASKED:
-            sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M)
+            sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M, TILE_N)
         else:
             sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         d_s = d_scores(
@@ -233,7 +233,7 @@ def _visit_queries(
         p = probability(x, lse_columns[None, :], scale, MODIFIED)
         if MASKED:
             if MASK == "tiles":
-                sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N)
+                sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N, TILE_M)
             else:
                 sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
             p = tl.where(sees, p, 0.0)

@@ -53,7 +53,7 @@ def dbias(
                     for r in range(tl.load(span), tl.load(span + 2)):
                         if (tl.load(runs + r * 4) <= n) & (n < tl.load(runs + r * 4 + 1)):
                             listed, masked, ref = True, r < tl.load(span + 1), tl.load(runs + r * 4 + 2)
-                    sees = by_table(tl.where(masked, ref, -1), bands, bitmaps, rows, keys, row, column, TILE_M)
+                    sees = by_table(tl.where(masked, ref, -1), bands, bitmaps, rows, keys, row, column, TILE_M, TILE_N)
                 else:
                     begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
                     sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])

@@ -39,7 +39,7 @@ def _visit(
                 x -= slope * distance(rows[:, None], keys[None, :], diagonal)
         if MASKED:
             if MASK == "tiles":
-                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M)
+                sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M, TILE_N)
             else:
                 sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
             x = tl.where(sees, x, float("-inf"))

@@ -107,7 +107,7 @@ def repair_rows(
             for j in range(j_first, j_last):
                 key = tl.zeros([1], tl.int32) + j
                 if MASK == "tiles":
-                    sees = tl.sum(by_table(ref, bands, bitmaps, rows, key, row, key % TILE_N, TILE_M).to(tl.int32), 1) > 0
+                    sees = tl.sum(by_table(ref, bands, bitmaps, rows, key, row, key % TILE_N, TILE_M, TILE_N).to(tl.int32), 1) > 0
                 else:
                     sees = (j >= begin) & (j < end)
                 k_tile = load_rows(k + tl.cast(j, tl.int64) * k_row, key - j, k_row, dims, 1, COLUMNS, False).to(tl.float32)
@@ -182,7 +182,7 @@ def repair_columns(
                 for i in range(i_first, i_last):
                     query = tl.zeros([1], tl.int32) + i
                     if MASK == "tiles":
-                        sees = tl.sum(by_table(ref, bands, bitmaps, rows, query, row, query % TILE_M, TILE_N).to(tl.int32), 1) > 0
+                        sees = tl.sum(by_table(ref, bands, bitmaps, rows, query, row, query % TILE_M, TILE_N, TILE_M).to(tl.int32), 1) > 0
                     else:
                         sees = (i >= begin) & (i < end)
                     q_tile = load_rows(q_at + tl.cast(i, tl.int64) * q_row, query - i, q_row, dims, 1, COLUMNS, False).to(tl.float32)

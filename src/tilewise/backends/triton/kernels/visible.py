@@ -45,10 +45,16 @@ def walk(begin, end, rows, limit, TILE: tl.constexpr):
 
 
 @triton.jit
-def by_table(ref, bands, bitmaps, rows, columns, places, bits, ROWS: tl.constexpr):
-    """Which pairs of a listed tile are visible, (rows, columns); places, bits: each row's and column's number in the tile, of ROWS rows."""
+def by_table(ref, bands, bitmaps, rows, columns, places, bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which pairs of a listed tile are visible, (rows, columns); places, bits: each row's and column's number in the tile of ROWS x COLUMNS.
+
+    A row's words of 32 bits are loaded once: a load for each pair needs an address for each, and there are no registers for these.
+    """
     if ref >= 0:
-        words = tl.load(bitmaps + (ref * ROWS + places)[:, None] * 4 + (bits // 32)[None, :])
+        row = bitmaps + (ref * ROWS + places) * 4
+        words = tl.load(row)[:, None]
+        for i in tl.static_range(1, (COLUMNS + 31) // 32):
+            words = tl.where((bits // 32 == i)[None, :], tl.load(row + i)[:, None], words)
         sees = ((words >> (bits % 32)[None, :]) & 1) != 0
     else:
         at = bands + (-1 - ref) * 6

@@ -1,0 +1,215 @@
+"""Every configuration of the Triton backend compiles for its GPUs without one, spills nothing that is not listed, and fits in shared memory.
+
+What is asserted is measured on compiled kernels; where their sources have not changed it is read from the table kernels.json (triton_facts.py), and
+one kernel a family is compiled anew and has to agree with it.
+"""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton_facts
+from triton_facts import Facts, known, measured, rows, turned
+from triton_inventory import PASSES, QUICK, Case, cases
+
+from tilewise.backends.triton import Triton
+from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target
+from tilewise.problem import Problem
+
+MULTIPLIES = {
+    "sm80": "mma",
+    "sm86": "mma",
+    "sm90": "wgmma",
+    "sm100": "tcgen05",
+    "sm120": "mma",
+    "cdna": "mfma",
+    "gfx950": "mfma",
+    "rdna": "wmma",
+}
+MOST_STACK = 64  # bytes a thread, of what SPILLS lists for NVIDIA and CDNA
+SPILLS = {
+    "sm_100 dq bfloat16 128 tiles scores": 48,
+    "sm_100 dq float32 128 band plain": 32,
+    "sm_120 dkdv bfloat16 192 band plain": 8,
+    "sm_120 dkdv bfloat16 256 band plain": 8,
+    "sm_120 dkdv float32 128 band plain": 16,
+    "sm_120 dq bfloat16 192 band plain": 64,
+    "sm_120 dq float32 128 band plain": 48,
+    "sm_120 forward bfloat16 128 band bias": 64,
+    "sm_120 forward bfloat16 128 tiles scores": 56,
+    "sm_120 forward bfloat16 192 band plain": 8,
+    "sm_80 dkdv bfloat16 128 band plain": 8,
+    "sm_80 dkdv bfloat16 128 tiles scores": 16,
+    "sm_80 dkdv bfloat16 256 band plain": 16,
+    "sm_80 dkdv bfloat16 40 band plain unaligned": 32,
+    "sm_80 dkdv float32 128 band plain": 32,
+    "sm_80 dq bfloat16 128 band plain": 32,
+    "sm_80 dq bfloat16 128 tiles scores": 16,
+    "sm_80 dq bfloat16 192 band plain": 48,
+    "sm_80 forward bfloat16 128 band bias": 8,
+    "sm_80 forward bfloat16 128 band plain": 40,
+    "sm_80 forward bfloat16 128 tiles scores": 8,
+    "sm_80 forward bfloat16 192 band plain": 48,
+    "sm_80 forward bfloat16 40 band plain unaligned": 56,
+    "sm_80 forward bfloat16 512 band plain": 24,
+    "sm_80 forward bfloat16 64 band plain": 8,
+    "sm_86 dkdv bfloat16 128 band plain": 56,
+    "sm_89 dkdv bfloat16 128 band plain": 56,
+    "sm_89 dkdv bfloat16 128 tiles scores": 16,
+    "sm_89 dkdv bfloat16 256 band plain": 8,
+    "sm_89 dkdv float32 128 band plain": 8,
+    "sm_89 dq bfloat16 192 band plain": 56,
+    "sm_89 dq bfloat16 256 band plain": 8,
+    "sm_89 dq bfloat16 512 band plain": 16,
+    "sm_89 forward bfloat16 128 band bias": 24,
+    "sm_89 forward bfloat16 192 band plain": 16,
+    "sm_90 dkdv bfloat16 192 band plain": 16,
+    "sm_90 dq float32 128 band plain": 48,
+    "sm_90 forward bfloat16 64 band plain": 56,
+}
+SPILLS_MORE = {
+    "sm_100 dkdv bfloat16 128 tiles scores": 272,
+    "sm_90 dkdv bfloat16 128 band plain": 160,
+    "sm_90 dkdv bfloat16 128 tiles scores": 480,
+    "sm_90 dkdv float16 96 varlen plain": 72,
+    "sm_90 forward bfloat16 40 band plain unaligned": 128,
+}
+RDNA_SPILLS = {
+    "gfx1100 dkdv bfloat16 128 band bias": 720,
+    "gfx1100 dkdv bfloat16 128 band dropout": 684,
+    "gfx1100 dkdv bfloat16 128 band plain": 736,
+    "gfx1100 dkdv bfloat16 128 tiles scores": 100,
+    "gfx1100 dkdv bfloat16 192 band plain": 1380,
+    "gfx1100 dkdv bfloat16 256 band plain": 1960,
+    "gfx1100 dkdv bfloat16 512 band plain": 4368,
+    "gfx1100 dkdv float32 128 band plain": 1040,
+    "gfx1100 dq bfloat16 128 band bias": 648,
+    "gfx1100 dq bfloat16 128 band dropout": 720,
+    "gfx1100 dq bfloat16 128 band plain": 560,
+    "gfx1100 dq bfloat16 128 tiles scores": 852,
+    "gfx1100 dq bfloat16 192 band plain": 1136,
+    "gfx1100 dq bfloat16 256 band plain": 1824,
+    "gfx1100 dq bfloat16 512 band plain": 4012,
+    "gfx1100 dq float32 128 band plain": 740,
+    "gfx1100 forward bfloat16 128 band bias": 172,
+    "gfx1100 forward bfloat16 128 band dropout": 32,
+    "gfx1100 forward bfloat16 128 tiles scores": 52,
+    "gfx1100 forward bfloat16 192 band plain": 320,
+    "gfx1100 forward bfloat16 256 band plain": 660,
+    "gfx1100 forward bfloat16 512 band plain": 1712,
+    "gfx1100 forward float32 128 band plain": 684,
+}
+LISTED = SPILLS | SPILLS_MORE | RDNA_SPILLS
+"""Bytes of stack a thread, by kernel. SPILLS_MORE: of Hopper's, with tiles that wait for a search on an H100, and one on Blackwell with all that can
+change scores. RDNA_SPILLS: RDNA3 has 256 registers, which operands of 128 columns fill.
+"""
+TABLE = rows()
+INVENTORY = list(cases())
+
+
+def facts_of(case: Case) -> Facts:
+    """The table's if nothing that the kernel is made from has changed, or those of one compiled here."""
+    if found := known(case, TABLE):
+        return found
+    made_with = TABLE.get(case.name, {}).get("triton", triton.__version__)
+    if made_with != triton.__version__:
+        pytest.skip(f"kernels.json is of Triton {made_with}, and {triton.__version__} is installed")
+    warnings.warn("kernels.json lacks kernels as they are now, which takes seconds each; tools/triton_table.py renews it", stacklevel=1)
+    return measured(case.built(), case.target)
+
+
+def wrong_with(case: Case, facts: Facts) -> list[str]:
+    """Sentences that say which rules the kernel breaks."""
+    family, found = case.target.family, []
+    if not case.kernel.startswith("repair"):  # which return before they need registers, but where NaN is
+        if facts.stack > LISTED.get(case.name, 0):
+            found.append(f"{facts.stack} bytes of stack a thread")
+        if facts.spilled and case.name not in RDNA_SPILLS:
+            found.append(f"{facts.spilled} registers spilled")
+    if facts.shared > case.target.shared_bytes:
+        found.append(f"{facts.shared} bytes of shared memory, of {case.target.shared_bytes}")
+    lacks = family == "rdna" and case.dtype == torch.float32  # the instruction
+    multiplies = (
+        case.kernel in (*PASSES, "dbias") and not lacks
+    )  # else it is a trap: Triton says nothing where tensor memory does not suffice
+    if multiplies and not any(name in facts.products for name in (MULTIPLIES[family], "mma")):
+        found.append(f"no {MULTIPLIES[family]}: {facts.products}")
+    if facts.turned:
+        found.append("a product of tiles is transposed, which Triton has miscompiled on Hopper")
+    return found
+
+
+@pytest.mark.parametrize("case", INVENTORY, ids=lambda case: case.name)
+def test_rules(case):
+    assert wrong_with(case, facts_of(case)) == []
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
+def test_compiled_anew(case):
+    found = measured(case.built(), case.target)
+    assert wrong_with(case, found) == []
+    if known(case, TABLE):
+        assert found == known(case, TABLE)
+
+
+def test_the_table_is_of_the_inventory():
+    names = [case.name for case in INVENTORY]
+    assert len(set(names)) == len(names) <= 260 and set(TABLE) == set(names)
+    assert {case.arch for case in INVENTORY} == set(COMPILED)
+
+
+def test_every_exception_is_needed():
+    stacks = {name: TABLE[name]["facts"]["stack"] for name in LISTED}
+    assert stacks == LISTED and all(stacks.values())
+    assert max(SPILLS.values()) <= MOST_STACK and all(Target(name.split()[0]).family == "rdna" for name in RDNA_SPILLS)
+
+
+def test_a_broken_rule_is_found():
+    case, fine = QUICK[0], Facts(registers=200, stack=0, spilled=0, shared=1 << 16, products={"mma": 64}, turned=0)
+    assert wrong_with(case, fine) == []
+    broken = {"stack": 72, "spilled": 2, "shared": 1 << 18, "products": {}, "turned": 1}
+    assert all(len(wrong_with(case, replace(fine, **{name: value}))) == 1 for name, value in broken.items())
+
+
+def test_transposed_products_are_found():
+    head = "%x_1 = tt.dot %a, %b, %zero : t\n%y = arith.truncf %x_1 : t\n"
+    assert turned(head + "%z = tt.trans %y {order} : t\n") == 1
+    assert turned(head + "%z = tt.trans %a {order} : t\n") == 0
+    assert turned(head + "%r:2 = scf.for %i = %c to %n step %s iter_args(%y = %zero) {\n%z = tt.trans %y {order} : t\n") == 0
+
+
+def test_sources_count():
+    """A row of another architecture, constant or configuration is another row."""
+    case = QUICK[0]
+    kernel, target = case.built(), case.target
+    digest = triton_facts.source(kernel, target)
+    other = dict(kernel.constants) | {"GROUP": 7}
+    assert triton_facts.source(kernel, Target("sm_86")) != digest
+    assert triton_facts.source(replace(kernel, constants=tuple(other.items())), target) != digest
+    assert triton_facts.source(replace(kernel, config=kernel.config._replace(stages=1)), target) != digest
+    assert triton_facts.reached(kernel.function.__module__) >= {"tilewise.backends.triton.kernels.visible"}
+
+
+def test_every_family_has_every_row():
+    for family in set(FAMILIES.values()):
+        for key in configs.FITTING:
+            assert (family, *key) in configs.TABLE
+    assert {Target(arch).family for arch in ("sm_88", "sm_110", "gfx906", "gfx1151")} <= set(FAMILIES.values())
+
+
+def test_what_no_tile_fits_is_refused():
+    """Gradients of 512 fp32 columns take more shared memory than Ada has."""
+
+    def reasons(**changes) -> list[str]:
+        given = {"device": "cuda", "dtype": torch.float32, "head_dim": 512, "head_dim_v": 64, "group": 1, "mask": "full", "grad": True}
+        return Triton().why_not(Problem(**given | {"capability": (8, 9)} | changes))
+
+    assert reasons() == ["its fp32 gradients of a head_dim above 256 need 144 KiB of shared memory"]
+    for fine in ({"capability": (8, 0)}, {"grad": False}, {"dtype": torch.bfloat16}, {"head_dim": 256}):
+        assert reasons(**fine) == []

@@ -1,0 +1,97 @@
+"""The kernels of the Triton backend that its compile gate holds to its rules: those that calls would launch on GPUs that need not be here."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.triton import bound as bounds
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.kernels import backward, bias, forward, repair
+from tilewise.backends.triton.launch import Kernel
+from tilewise.backends.triton.targets import COMPILED, Target
+from tilewise.masks import Full
+from tilewise.problem import Call, Dropout
+
+CLASSES = 64, 128, 192, 256, 512
+PASSES = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}
+FAMILIES = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"  # one GPU of each
+OTHERS = [arch for arch in COMPILED if arch not in FAMILIES]
+RARE = "sm_80", "sm_90", "gfx942"  # which stand for all where a kernel takes little, or is seldom run
+
+
+class Case(NamedTuple):
+    """One kernel of calls on one GPU."""
+
+    arch: str
+    kernel: str
+    dtype: torch.dtype = torch.bfloat16
+    head_dim: int = 128
+    mask: str = "band"
+    feature: str = "plain"  # or "scores", with all that changes them, a bias but not; "bias"; "dropout"
+    aligned: bool = True
+    chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)
+
+    @property
+    def target(self) -> Target:
+        return Target(self.arch)
+
+    @property
+    def name(self) -> str:
+        """For people, and of a row of kernels.json."""
+        words = self.arch, self.kernel, str(self.dtype).removeprefix("torch."), str(self.head_dim), self.mask, self.feature
+        return " ".join(words) + ("" if self.aligned else " unaligned")
+
+    def bound(self) -> bounds.Bound:
+        q, k = (torch.empty(1, 16, heads, self.head_dim, dtype=self.dtype, device="cpu") for heads in (2, 1))
+        features = {
+            "scores": {"softcap": 30.0, "alibi_slopes": torch.empty(1, 2, device="cpu"), "sink": torch.empty(2, device="cpu")},
+            "bias": {"bias": torch.empty(1, 2, 16, 16, dtype=self.dtype, device="cpu")},
+            "dropout": {"dropout": Dropout(0.1, seed=1, offset=0)},
+        }
+        found = bounds.Bound(Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True, **features.get(self.feature, {})))
+        found.target = self.target
+        return found
+
+    def built(self) -> Kernel:
+        """What `launch.compiled` takes."""
+        if self.kernel == "documents":
+            return bounds.finding(by_keys=False)
+        call = self.bound()
+        sink = {"SINK": self.feature == "scores"}
+        function, purpose, more = {
+            "forward": (forward.forward, "forward", sink),
+            "dkdv": (backward.dkdv, "dkdv", {}),
+            "dq": (backward.dq, "dq", {}),
+            "prepare": (backward.prepare, "", {"D_LSE": True, **call.widths}),
+            "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": True, **sink, **call.widths}),
+            "repair_columns": (repair.repair_columns, "dkdv", call.widths),
+            "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True}),
+        }[self.kernel]
+        config = self.chosen or (call.config_of(purpose) if purpose else bounds.SMALL)
+        return call.kernel(function, config, "" if self.kernel == "prepare" else self.mask, self.aligned, more)
+
+
+def cases() -> Iterator[Case]:
+    """Every kernel of the gate, each once."""
+    fp32 = torch.float32
+    for name in PASSES:
+        for arch in FAMILIES:
+            yield from (Case(arch, name, head_dim=dim) for dim in CLASSES if arch != "gfx950" or dim < 192)  # else as gfx942
+            yield Case(arch, name, mask="tiles", feature="scores")
+            yield from (Case(arch, name, feature=feature) for feature in ("bias", "dropout"))
+            yield Case(arch, name, fp32)
+        yield from (Case(arch, name) for arch in OTHERS)
+        for arch in RARE:
+            yield Case(arch, name, torch.float16, 96, "varlen")
+            yield Case(arch, name, head_dim=40, aligned=False)
+    for arch in RARE:
+        yield Case(arch, "prepare")
+        yield Case(arch, "prepare", head_dim=512)
+        yield Case(arch, "documents")
+        yield Case(arch, "dbias", mask="tiles", feature="bias")
+        yield from (Case(arch, name, mask=mask) for name, mask in (("repair_rows", "band"), ("repair_columns", "tiles")))
+
+
+QUICK = [Case(arch, "forward", head_dim=64) for arch in FAMILIES]
+"""What CI compiles whatever the table says: one kernel a family."""

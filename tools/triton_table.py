@@ -1,0 +1,111 @@
+"""Renews the table of compiled Triton kernels that the compile gate reads: tests/backends/triton/kernels.json.
+
+Rows of which the sources are as they were stay, those of kernels that no longer exist go, and the rest is compiled, one to eight seconds a kernel
+each. The table is written every few kernels: a run that was stopped resumes. Then the table of cards in docs/guide/your-gpu.md follows. Needs no GPU.
+
+    python tools/triton_table.py                                                         # renew the table
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2                 # what tile_m, tile_n, warps and stages take
+    python tools/triton_table.py --try sm_89 dkdv bfloat16 128 32,64,8,2 tiles dropout   # with a mask and a feature of triton_inventory.py
+"""
+
+import argparse
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/shared"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pool
+import torch
+import triton_facts
+import triton_inventory
+
+from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.targets import Target
+
+EVERY = 8  # kernels between two writes
+PAGE = Path(__file__).parents[1] / "docs/guide/your-gpu.md"
+BEGIN, END = "<!-- cards:begin -->\n", "<!-- cards:end -->"
+CARDS = {
+    "sm_80": "A100",
+    "sm_86": "A40, RTX 3090",
+    "sm_89": "L40S, RTX 4090",
+    "sm_90": "H100, H200",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090, RTX PRO 6000",
+    "gfx90a": "MI210, MI250",
+    "gfx942": "MI300",
+    "gfx950": "MI350",
+    "gfx1100": "RX 7900",
+    "gfx1201": "RX 9070",
+}
+RAN = {"sm_90": "tests and bench"}  # of the others nobody has sent anything in
+
+
+@cache
+def inventory() -> dict[str, triton_inventory.Case]:
+    return {case.name: case for case in triton_inventory.cases()}
+
+
+def compiled(name: str) -> dict:
+    return triton_facts.row(inventory()[name])
+
+
+def tried(arch: str, kernel: str, dtype: str, head_dim: str, tiles: str, *rest: str) -> triton_facts.Facts:
+    """Facts of a kernel with a configuration that is not the table's."""
+    config = Config(*map(int, tiles.split(",")))
+    case = triton_inventory.Case(arch, kernel, getattr(torch, dtype), int(head_dim), *rest, chosen=config)
+    return triton_facts.measured(case.built(), case.target)
+
+
+def save(table: dict) -> None:
+    aside = triton_facts.TABLE.with_suffix(".new")
+    aside.write_text(triton_facts.written(table))
+    aside.replace(triton_facts.TABLE)
+
+
+def cards(table: dict) -> str:
+    """A line for each card: what its forward kernel takes, and whether anything was run there."""
+    lines = ["| card | architecture | family | run | shared memory of a block | registers | stack |", "|---|---|---|---|---:|---:|---:|"]
+    for arch, card in CARDS.items():
+        facts, target = table[triton_inventory.Case(arch, "forward").name]["facts"], Target(arch)
+        cells = card, arch, target.family, RAN.get(arch, "compiles, not run"), f"{target.shared_bytes >> 10} KiB"
+        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} |")
+    return "\n".join(lines)
+
+
+def page(text: str, table: dict) -> str:
+    """The page with the table of cards between its marks."""
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{head}{BEGIN}\n{cards(table)}\n\n{END}{tail}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=0, help="kernels at once (default: one a core)")
+    parser.add_argument("--try", dest="words", nargs="+", metavar="WORD", help="compile one kernel and print its facts, as above")
+    given = parser.parse_args()
+    if given.words:
+        print(tried(*given.words))
+        return 0
+    before = triton_facts.rows()
+    table = {name: before[name] for name, case in inventory().items() if triton_facts.known(case, before)}
+    missing = [name for name in inventory() if name not in table]
+    print(f"{len(table)} rows stay, {len(before) - len(table)} go, {len(missing)} kernels to compile", flush=True)
+    try:
+        for i, (name, row) in enumerate(pool.each(compiled, missing, given.workers), 1):
+            table[name] = row
+            if i % EVERY == 0:
+                save(table)
+    finally:
+        save(table)
+    for name in sorted(table):
+        if (stack := table[name]["facts"]["stack"]) and "repair" not in name:
+            print(f'    "{name}": {stack},')  # for the lists of spills in tests/backends/triton/test_compile.py
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
