@@ -59,10 +59,13 @@ def d_scores(
     p = probability(x, lse[:, None], scale, MODIFIED)
     if DROPOUT:
         blocks = tl.min(keys, 0) // 4 + tl.arange(0, TILE_N // 4)
-        d_p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), d_p * keep_scale, 0.0)
+        keep = kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4)
+        d_p = d_p * tl.where(keep, keep_scale, 0.0)  # NaN stays NaN, as in the formula
     d_s = p * (d_p - delta[:, None])
     if SOFTCAP and CAPPED:
         d_s *= bend
+    if BIAS:  # of -inf alone, which leaves a row nothing to see
+        d_s = tl.where(lse[:, None] == float("-inf"), 0.0, d_s)
     return tl.where(sees, d_s, 0.0) if MASKED else d_s
 
 
@@ -241,8 +244,8 @@ def _visit_queries(
         if DROPOUT:
             blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
             keep = tl.trans(kept(queries, blocks, pair + head, seed, offset, threshold, TILE_M, TILE_N // 4))
-            dropped = tl.where(keep, p, 0.0)
-            d_p = tl.where(keep, d_p * keep_scale, 0.0)
+            dropped = p * tl.where(keep, 1.0, 0.0)
+            d_p = d_p * tl.where(keep, keep_scale, 0.0)
         dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
         d_v = dot(dropped, d_o_tile, d_v, PRECISION, EMULATED)
         if V_DIM_B:
@@ -250,6 +253,8 @@ def _visit_queries(
         d_s = p * (d_p - delta_columns[None, :])
         if SOFTCAP:
             d_s *= bend
+        if BIAS:
+            d_s = tl.where(lse_columns[None, :] == float("-inf"), 0.0, d_s)
         if MASKED:
             d_s = tl.where(sees, d_s, 0.0)
         d_s = narrow(d_s, q.dtype.element_ty, EMULATED)

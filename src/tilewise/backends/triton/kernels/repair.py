@@ -40,11 +40,11 @@ def _weights(
     p = probability(x, lse, scale, MODIFIED)
     dropped, d_s = p, p
     if DROPOUT:
-        dropped = tl.where(kept, p * keep_scale, 0.0)
+        dropped = p * tl.where(kept, keep_scale, 0.0)
     if GRADIENT:
         d_p = tl.sum(d_o * v, 1)
         if DROPOUT:
-            d_p = tl.where(kept, d_p * keep_scale, 0.0)
+            d_p = d_p * tl.where(kept, keep_scale, 0.0)
         d_s = p * (d_p - delta)
         if SOFTCAP:
             d_s *= bend
@@ -123,6 +123,7 @@ def repair_rows(
         if SINK:
             total += tl.math.exp2((tl.load(sink + h).to(tl.float32) - lse_rows) * LOG2E)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 1, but for LSE's rounding
+        acc = tl.where((lse_rows == float("-inf"))[:, None], 0.0, acc)  # a row that a bias of -inf leaves nothing
         new = tl.where(spoiled, acc * (scale if GRADIENT else 1.0), old)
         store_rows(x, new, row, x_row, own, limit, own_columns, EMULATED)
 
@@ -202,7 +203,8 @@ def repair_columns(
                         softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI,
                         DROPOUT,
                     )  # fmt: skip
-                    acc_k += tl.where(sees[:, None], d_s[:, None] * q_tile, 0.0)
-                    acc_v += tl.where(sees[:, None], dropped[:, None] * d_o_tile, 0.0)
+                    blind = tl.load(lse + at) == float("-inf")  # by a bias of -inf alone
+                    acc_k += tl.where(sees[:, None], tl.where(blind, 0.0, d_s[:, None] * q_tile), 0.0)
+                    acc_v += tl.where(sees[:, None], tl.where(blind, 0.0, dropped[:, None] * d_o_tile), 0.0)
         store_rows(d_k, tl.where(old_k != old_k, acc_k * scale, old_k), row, d_k_row, dims, limit, COLUMNS, EMULATED)
         store_rows(d_v, tl.where(old_v != old_v, acc_v, old_v), row, d_v_row, v_dims, limit, V_COLUMNS, EMULATED)
