@@ -163,6 +163,7 @@ def test_explain_names_the_backend_the_tiles_and_the_others():
     why = tw.explain(q, k, v, causal=True)
     assert why.backend == next(name for name, reasons in why.reasons.items() if not reasons) and set(why.reasons) == {
         "hopper",
+        "triton",
         "cpu",
         "tiled",
         "reference",
