@@ -63,7 +63,7 @@ class Case(NamedTuple):
             "forward": (forward.forward, "forward", sink),
             "dkdv": (backward.dkdv, "dkdv", {}),
             "dq": (backward.dq, "dq", {}),
-            "prepare": (backward.prepare, "", {"D_LSE": True, **call.widths}),
+            "prepare": (backward.prepare, "", {"D_LSE": True, "SINK": True, **call.widths}),
             "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": True, **sink, **call.widths}),
             "repair_columns": (repair.repair_columns, "dkdv", call.widths),
             "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True}),

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tilewise.backends import Backend, BoundDecode
 from tilewise.backends.triton import targets
-from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Triton"]
@@ -51,12 +50,6 @@ class Triton(Backend):
         arch, passes = targets.of_device(call.q.device).arch, ["forward", *(("dkdv", "dq") if call.grad else ())]
         found = [(name, _config(call, name)) for name in passes]
         return [f"{name}: tiles of {c.tile_m} x {c.tile_n}, {c.warps} warps, {c.stages} stages, for {arch}" for name, c in found]
-
-    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
-        """Only where sequences are calls of their own."""
-        from tilewise.backends.triton import decode
-
-        return decode.cuts_sequences(problem, mask)
 
     def why_not_decode(self, problem: Problem) -> list[str]:
         """As `why_not`; decode has some larger head dims."""

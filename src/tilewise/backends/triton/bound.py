@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -35,9 +36,9 @@ PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 class Visible:
     """Which keys each query sees, or, `by_keys`, which queries see each key, as kernels/visible.py reads it."""
 
-    def __init__(self, call: Call, tile_m: int, tile_n: int, by_keys: bool = False) -> None:
-        mask, seqlen_q, seqlen_k, device = call.mask, call.seqlen_q, call.seqlen_k, call.q.device
-        self.by_keys, self.find, self.nbytes = by_keys, None, 0
+    def __init__(self, call: Call, device: torch.device, config: configs.Config, by_keys: bool = False) -> None:
+        mask, seqlen_q, seqlen_k = call.mask, call.seqlen_q, call.seqlen_k
+        self.find, self.nbytes = None, 0
         self.arguments: dict[str, object] = dict(zip(("row0", "row1", "column0", "column1", "low", "high"), (0,) * 6, strict=True))
         if mask.kind in ("full", "band"):
             self.kind = "band"
@@ -54,14 +55,14 @@ class Visible:
             planes = mask.planes(seqlen_q, seqlen_k, call.batch, call.heads_q)
             if by_keys:
                 planes = tuple(Plane(plane.batch, plane.heads, plane.region.transpose()) for plane in planes)
-            tiles = (tile_n, tile_m) if by_keys else (tile_m, tile_n)
+            tiles = (config.tile_n, config.tile_m) if by_keys else (config.tile_m, config.tile_n)
             found = tables(planes, call.batch, call.heads_q, *tiles, device)
             names = "order", "spans", "runs", "bands", "bitmaps", "planes"
             self.arguments |= {name: getattr(found, name) for name in names}
             self.nbytes = sum(getattr(found, name).nbytes for name in names)
 
     def of(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> dict[str, object]:
-        """The arguments of a call whose documents these are."""
+        """The arguments of a call that has these documents."""
         return self.arguments if self.find is None else self.arguments | {"ends": self.find(cu_seqlens_q, cu_seqlens_k)}
 
 
@@ -90,7 +91,7 @@ def finding(by_keys: bool) -> Kernel:
 
 
 def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool, find: Callable) -> Tensor:
-    """The intervals of documents whose lengths are numbers, found once and kept."""
+    """The intervals of documents with lengths that are numbers, found once and kept."""
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 
     def make() -> Tensor:
@@ -112,15 +113,14 @@ class Bound:
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
         self.flags = _flags(call)
-        self.dtypes = tuple(
-            (name, x.dtype) for name, x in (("q", call.q), ("bias", call.bias), ("d_bias", call.bias), ("sink", call.sink)) if x is not None
-        )
+        typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
+        self.dtypes = tuple((name, x.dtype) for name, x in typed.items() if x is not None)
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
         self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
         self.config = self.config_of("forward")
-        self.visible = Visible(call, self.config.tile_m, self.config.tile_n)
+        self.visible = Visible(call, self.device, self.config)
         self.back: Backward | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
@@ -134,6 +134,17 @@ class Bound:
         """Not where the call depends on what tensors hold, or its mask's tables are large."""
         reads = self.like.diagonal is not None or (isinstance(self.like.mask, Unread) and self.visible.find is None)
         return not reads and self.visible.nbytes <= KEPT_BYTES
+
+    def kernels(self, purpose: str) -> list[Kernel]:
+        """What a pass of a plain call launches, "forward", "dkdv" or "dq": its kernel, and the one that mends."""
+        config, sink = self.config_of(purpose), {"SINK": False}
+        mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
+        both = {
+            "forward": ((forward.forward, sink), (repair.repair_rows, mends)),
+            "dkdv": ((backward.dkdv, {}), (repair.repair_columns, self.widths)),
+            "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
+        }[purpose]
+        return [self.kernel(function, config, self.visible.kind, True, more) for function, more in both]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
@@ -251,12 +262,9 @@ class Backward:
     """The gradients of a bound call."""
 
     def __init__(self, bound: Bound) -> None:
-        call = bound.like
-        self.bound = bound
-        self.dkdv, self.dq = bound.config_of("dkdv"), bound.config_of("dq")
-        whole = replace(call, **{name: _placed(getattr(call, name), bound.device) for name in "qkv"})
-        self.keys = Visible(whole, self.dkdv.tile_m, self.dkdv.tile_n, by_keys=True)
-        self.queries = Visible(whole, self.dq.tile_m, self.dq.tile_n)
+        self.bound, self.dkdv, self.dq = bound, bound.config_of("dkdv"), bound.config_of("dq")
+        self.keys = Visible(bound.like, bound.device, self.dkdv, by_keys=True)
+        self.queries = Visible(bound.like, bound.device, self.dq)
 
     def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
         """See `Bound.backward`."""
@@ -265,7 +273,7 @@ class Backward:
         d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
         o = o if o.stride(-1) == 1 else o.contiguous()
         check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
-        d_q, d_k, d_v = (_new(gradient_like(_on_meta(x)), x.device) for x in (q, k, v))
+        d_q, d_k, d_v = (torch.empty_like(gradient_like(x), device=x.device) for x in (q, k, v))
         delta = torch.empty_like(lse)
         sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta, "sink": sink}
         pairs = bound.batch * bound.heads
@@ -273,7 +281,7 @@ class Backward:
         with on(bound.device):
             if pairs * m_tiles:
                 operands = {"o": o, "d_o": d_o}
-                run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, **bound.widths)
+                run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None, **bound.widths)
                 d_lse = None if d_lse is None else d_lse.float().contiguous()
                 run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
             n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
@@ -349,17 +357,6 @@ def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _new(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-
-
-def _placed(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of no memory that says where x was: for what asks a call about shapes and device alone."""
-    return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
-
-
 def on(device: torch.device):
     """The device is the current one within."""
-    from contextlib import nullcontext
-
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

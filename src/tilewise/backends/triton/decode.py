@@ -16,8 +16,7 @@ from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
-from tilewise.masks import Mask
-from tilewise.problem import DecodeCall, DecodeTensors, Problem, in_fp32
+from tilewise.problem import DecodeCall, DecodeTensors, in_fp32
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
@@ -50,11 +49,6 @@ def why_not(call: DecodeCall) -> list[str]:
     if not reasons and call.split is not None and (size := Shares(call).bytes) > MOST_BYTES:
         reasons.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of parts, more than {MOST_BYTES >> 20}")
     return reasons
-
-
-def cuts_sequences(problem: Problem, mask: Mask) -> bool:
-    """Whether sequences become calls of their own, cut by lengths on the host: `why_not` without tensors."""
-    return not configs.decodes(problem.dtype, problem.head_dim, problem.head_dim_v) or window_of(mask) is None
 
 
 def bind(call: DecodeCall) -> "Decoder | None":

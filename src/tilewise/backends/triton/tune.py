@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.triton.bound import Bound
-from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.targets import of_device
+from tilewise.backends.triton.config import Config, config_of, head_class
+from tilewise.backends.triton.launch import compiled
+from tilewise.backends.triton.targets import Target, of_device
 from tilewise.masks import Causal, Full, Mask
 from tilewise.problem import Call
 
@@ -83,15 +84,10 @@ def compile_all(todo: Sequence[tuple[Job, Config]], processes: int | None = None
 
 
 def _compile(job: Job, config: Config) -> Compiled:
-    from tilewise.backends.triton.kernels import backward, forward
-    from tilewise.backends.triton.launch import compiled
-
-    function = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}[job.purpose]
+    """The pass and what mends its result, for a call with a band as its mask."""
     try:
-        call = job._replace(seqlen=16, hidden=job.head_dim).calls("cuda")[0]
-        bound = Bound(call, {job.purpose: config})
-        more = {"SINK": False} if job.purpose == "forward" else {}
-        loaded = compiled(bound.kernel(function, config, "band", True, more), bound.target)
+        bound = Bound(job._replace(seqlen=16, hidden=job.head_dim).calls("cuda")[0], {job.purpose: config})
+        loaded, _ = (compiled(kernel, bound.target) for kernel in bound.kernels(job.purpose))
         loaded._init_handles()
     except Exception as error:  # of the compiler, which has many; said in the table
         return Compiled(job, config, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
@@ -112,9 +108,12 @@ def search(
     most: int | None = None,
     processes: int | None = None,
 ) -> dict[Job, list[Found]]:
-    """Each job's configurations from the fastest on; `time` measures calls in turns. Of `most` candidates a job, compiled by so many processes."""
-    todo = [(job, config) for job in jobs for config in itertools.islice(candidates(job), most)]
-    able = [each for each in compile_all(todo, processes) if not each.wrong]
+    """Each job's configurations from the fastest on, the one that ships among them, whatever it spills; `time` measures calls in turns. Of `most`
+    other candidates a job, compiled by so many processes.
+    """
+    shipped = {job: config_of(_target(), job.purpose, job.dtype, job.head_dim, job.head_dim) for job in jobs}
+    todo = [(job, config) for job in jobs for config in dict.fromkeys([shipped[job], *itertools.islice(candidates(job), most)])]
+    able = [each for each in compile_all(todo, processes) if not each.wrong or each.config == shipped[each.job]]
     found = {}
     for job in jobs:
         seconds: dict[Config, list[float]] = {each.config: [] for each in able if each.job == job}
@@ -128,12 +127,10 @@ def search(
 
 def row(job: Job, config: Config, note: str) -> str:
     """The line for config.TABLE."""
-    from tilewise.backends.triton.config import head_class
-
-    key = (
-        of_device(torch.device("cuda", torch.cuda.current_device())).family,
-        job.purpose,
-        job.dtype.itemsize,
-        head_class(job.head_dim, job.head_dim),
-    )
+    key = _target().family, job.purpose, job.dtype.itemsize, head_class(job.head_dim, job.head_dim)
     return f"    {key}: ({config!r}, {note!r}),".replace("'", '"')
+
+
+def _target() -> Target:
+    """This machine's GPU."""
+    return of_device(torch.device("cuda", torch.cuda.current_device()))

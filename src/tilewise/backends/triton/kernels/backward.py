@@ -14,10 +14,12 @@ from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
 @triton.jit
 def prepare(
-    o, d_o, d_lse, delta, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
-    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr,
+    o, d_o, d_lse, lse, sink, delta, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
+    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Grid: m_tiles * batch * heads."""
+    """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Of a row that is all its SINK's, dO counts for nothing, NaN or not.
+    Grid: m_tiles * batch * heads.
+    """
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
     b, h = pair // heads, pair % heads
     row, dims = tl.arange(0, TILE_M), tl.arange(0, V_WIDTH)
@@ -28,6 +30,9 @@ def prepare(
     y = load_rows(d_o, row, d_o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
     found = tl.sum(x * y, 1)
     at = pair.to(tl.int64) * seqlen_q + rows
+    if SINK:
+        alone = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == tl.load(sink + h).to(tl.float32)
+        found = tl.where(alone & (tl.max(tl.abs(x), 1) == 0.0), 0.0, found)
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)
