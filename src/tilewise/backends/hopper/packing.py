@@ -22,7 +22,7 @@ def pack(call: Call) -> Call | None:
     """The same attention with the heads of a group as rows, or None where that does not pay or is none of the kernel's business.
 
     One query: q (batch, 1, heads_q, head_dim) -> (batch, group, heads_k, head_dim), on the keys that it sees. Several: only under the full mask
-    and for one key head, where queries and heads are one dimension of even steps.
+    and for one key head, where queries and heads are one dimension of even steps, or of a copy of q.
     """
     if call.group == 1 or call.seqlen_q > MOST_QUERIES or call.mask.kind not in ("full", "band"):
         return None
@@ -57,8 +57,9 @@ class Views:
 
     def __init__(self, call: Call, packed: Call) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
+        self.copies_q = seqlen_q > 1 and call.q.stride(1) != heads_q * call.q.stride(2)
         o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=torch.uint8, device="meta")
-        pairs = (call.q, packed.q), (call.k, packed.k), (call.v, packed.v), (o, rows_of(call, o))
+        pairs = (packed.q if self.copies_q else call.q, packed.q), (call.k, packed.k), (call.v, packed.v), (o, rows_of(call, o))
         self.places = tuple((view.shape, view.stride(), view.storage_offset() - x.storage_offset()) for x, view in pairs)
         self.lse = packed.q.shape[0], packed.q.shape[2], packed.q.shape[1]
         self.place_of_lse = self.lse, short.strides(self.lse), 0
@@ -68,6 +69,7 @@ class Views:
     def compute(self, kernel: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, with_lse: bool) -> None:
         """Write O and LSE of the call by `kernel(q, k, v, o, lse)`, which takes the packed call's."""
         of_q, of_k, of_v, of_o = self.places
+        q = q.contiguous() if self.copies_q else q
         views = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o)
         if self.turned is None or not with_lse:
             kernel(*views, part(lse, *self.place_of_lse))
