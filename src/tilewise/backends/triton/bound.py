@@ -253,7 +253,7 @@ class Bound:
         for names, dim in zip(PARTS, (self.like.head_dim, self.like.head_dim_v), strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
         narrow = self.like.q.dtype.itemsize < 4
-        constants |= {"PRECISION": "ieee" if narrow or not self.target.nvidia else "tf32x3", "EMULATED": interpreted()}
+        constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
         names = set(function.arg_names)
         return Kernel(function, tuple((name, value) for name, value in constants.items() if name in names), self.dtypes, config, aligned)
 

@@ -68,7 +68,7 @@ class Shares:
         self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
-        self.config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)
+        self.config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)._replace(fused=call.rotary is None)  # rotated as torch does
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
@@ -122,12 +122,13 @@ class Decoder:
         constants = {
             "RAGGED": shares.ragged, "SPLIT": shares.splits > 1, "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
             "PAGES": "" if call.page_table is None else "row" if call.k_cache.shape[1] % config.tile_n else "tile",
-            "SEVERAL": call.max_seqlen_q > 1 or call.tree is not None, "LEFTPAD": call.leftpad is not None, "TREE": call.tree is not None,
+            "SEVERAL": call.max_seqlen_q > 1 or call.tree is not None or (shares.ragged and call.split is not None),  # one kernel, one set of bits
+            "LEFTPAD": call.leftpad is not None, "TREE": call.tree is not None,
             "K_BITS": bits[0], "V_BITS": bits[1], "K_SCALE": scaled[0], "V_SCALE": scaled[1],
             "ROTARY": "" if call.rotary is None else "interleaved" if call.rotary.interleaved else "half",
             "MODIFIED": any(changes.values()) or call.scale <= 0.0,  # as in the forward pass
             "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages,
-            "PRECISION": "tf32x3" if self.dtype == torch.float32 and self.target.nvidia else "ieee", "EMULATED": interpreted(), **changes,
+            "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes,
         }  # fmt: skip
         for names, dim in zip(PARTS, (call.q.shape[-1], self.dim_v), strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))

@@ -80,7 +80,7 @@ def _visit_keys(
     first, count, left, skip, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
-    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale with `count` more tiles of keys, as forward.py visits them."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -89,15 +89,15 @@ def _visit_keys(
         keys, limit = n + columns, seqlen_k - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
         k_tile = load_rows(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
-        x = dot(q, tl.trans(k_tile), tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        x = dot(q, tl.trans(k_tile), tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
         v_tile = load_columns(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
-        d_p = dot(d_o, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        d_p = dot(d_o, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
         if DIM_B:
             k_tile_b = load_rows(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
-            x = dot(q_b, tl.trans(k_tile_b), x, PRECISION, EMULATED)
+            x = dot(q_b, tl.trans(k_tile_b), x, BF16_PARTS, EMULATED)
         if V_DIM_B:
             v_tile_b = load_columns(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            d_p = dot(d_o_b, v_tile_b, d_p, PRECISION, EMULATED)
+            d_p = dot(d_o_b, v_tile_b, d_p, BF16_PARTS, EMULATED)
         if MASK == "tiles" and MASKED:
             sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M, TILE_N)
         else:
@@ -107,9 +107,9 @@ def _visit_keys(
             seed, offset, threshold, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
         )  # fmt: skip
         d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
-        acc = dot(d_s, k_tile, acc, PRECISION, EMULATED)
+        acc = dot(d_s, k_tile, acc, BF16_PARTS, EMULATED)
         if DIM_B:
-            acc_b = dot(d_s, k_tile_b, acc_b, PRECISION, EMULATED)
+            acc_b = dot(d_s, k_tile_b, acc_b, BF16_PARTS, EMULATED)
     return acc, acc_b
 
 
@@ -121,7 +121,7 @@ def dq(
     bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
-    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, seqlen_q, heads, head_dim). Grid: m_tiles * batch * heads."""
@@ -160,7 +160,7 @@ def dq(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, ref, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
                 pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
-                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
             )  # fmt: skip
         for r in range(tl.load(span + 1), tl.load(span + 2)):
             first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
@@ -168,7 +168,7 @@ def dq(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, 0, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
                 pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
-                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
             )  # fmt: skip
     else:
         begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
@@ -177,13 +177,13 @@ def dq(
             acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
             begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal,
             bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
-            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
         acc, acc_b = _visit_keys(
             acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
             begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, scale, softcap, slope, diagonal,
             bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
-            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
     d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
     store_rows(d_q, acc * scale, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
@@ -198,7 +198,7 @@ def _visit_queries(
     bias_column, pair, seed, offset, threshold, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
-    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK / scale and dV / keep_scale with `count` more tiles of queries of each of `heads_here` query heads, which share the keys."""
@@ -217,15 +217,15 @@ def _visit_queries(
         else:
             lse_columns, delta_columns = tl.load(lse + at), tl.load(delta + at)
         q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
-        x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), PRECISION, EMULATED)
+        x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
         d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
-        d_p = dot(v, tl.trans(d_o_tile), tl.zeros([TILE_N, TILE_M], tl.float32), PRECISION, EMULATED)
+        d_p = dot(v, tl.trans(d_o_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
         if DIM_B:
             q_tile_b = load_rows(q_at + DIM, columns, q_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
-            x = dot(k_b, tl.trans(q_tile_b), x, PRECISION, EMULATED)
+            x = dot(k_b, tl.trans(q_tile_b), x, BF16_PARTS, EMULATED)
         if V_DIM_B:
             d_o_tile_b = load_rows(d_o_at + V_DIM, columns, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            d_p = dot(v_b, tl.trans(d_o_tile_b), d_p, PRECISION, EMULATED)
+            d_p = dot(v_b, tl.trans(d_o_tile_b), d_p, BF16_PARTS, EMULATED)
         bend = 1.0
         if MODIFIED:
             x, bend = modify(x, scale, softcap, SOFTCAP)
@@ -252,9 +252,9 @@ def _visit_queries(
             dropped = p * tl.where(keep, 1.0, 0.0)
             d_p = d_p * tl.where(keep, keep_scale, 0.0)
         dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
-        d_v = dot(dropped, d_o_tile, d_v, PRECISION, EMULATED)
+        d_v = dot(dropped, d_o_tile, d_v, BF16_PARTS, EMULATED)
         if V_DIM_B:
-            d_v_b = dot(dropped, d_o_tile_b, d_v_b, PRECISION, EMULATED)
+            d_v_b = dot(dropped, d_o_tile_b, d_v_b, BF16_PARTS, EMULATED)
         d_s = p * (d_p - delta_columns[None, :])
         if SOFTCAP:
             d_s *= bend
@@ -263,9 +263,9 @@ def _visit_queries(
         if MASKED:
             d_s = tl.where(sees, d_s, 0.0)
         d_s = narrow(d_s, q.dtype.element_ty, EMULATED)
-        d_k = dot(d_s, q_tile, d_k, PRECISION, EMULATED)
+        d_k = dot(d_s, q_tile, d_k, BF16_PARTS, EMULATED)
         if DIM_B:
-            d_k_b = dot(d_s, q_tile_b, d_k_b, PRECISION, EMULATED)
+            d_k_b = dot(d_s, q_tile_b, d_k_b, BF16_PARTS, EMULATED)
     return d_k, d_k_b, d_v, d_v_b
 
 
@@ -278,7 +278,7 @@ def dkdv(
     seed, offset, threshold, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
     DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
-    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
@@ -320,7 +320,7 @@ def dkdv(
                     rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes, diagonals, shift,
                     bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
                     seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M,
-                    TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+                    TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
                 )  # fmt: skip
     else:
         begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
@@ -330,14 +330,14 @@ def dkdv(
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
             stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset,
             threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
-            V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
             slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
             False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
-            PRECISION, EMULATED, STAGES,
+            BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
     d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
     d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row

@@ -17,7 +17,7 @@ def dbias(
     EACH_BATCH: tl.constexpr, EACH_HEAD: tl.constexpr, EACH_ROW: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
-    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr,
+    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """d_bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), contiguous; EACH_*: which of these it does not broadcast over.
 
@@ -63,16 +63,16 @@ def dbias(
                     d_o_at = d_o + tl.cast(b, tl.int64) * d_o_batch + tl.cast(h, tl.int64) * d_o_head + at_m * d_o_row
                     q_tile = load_rows(q_at, row, q_row, dims, q_limit, 0 if DIM_B else CUT, True)
                     d_o_tile = load_rows(d_o_at, row, d_o_row, v_dims, q_limit, 0 if V_DIM_B else V_CUT, True)
-                    x = dot(q_tile, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
-                    d_p = dot(d_o_tile, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+                    x = dot(q_tile, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
+                    d_p = dot(d_o_tile, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
                     if DIM_B:
                         q_tile_b = load_rows(q_at + DIM, row, q_row, tl.arange(0, DIM_B), q_limit, CUT, True)
                         k_tile_b = load_columns(k_at + DIM, column, k_row, tl.arange(0, DIM_B), limit, CUT, True)
-                        x = dot(q_tile_b, k_tile_b, x, PRECISION, EMULATED)
+                        x = dot(q_tile_b, k_tile_b, x, BF16_PARTS, EMULATED)
                     if V_DIM_B:
                         d_o_tile_b = load_rows(d_o_at + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), q_limit, V_CUT, True)
                         v_tile_b = load_columns(v_at + V_DIM, column, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, True)
-                        d_p = dot(d_o_tile_b, v_tile_b, d_p, PRECISION, EMULATED)
+                        d_p = dot(d_o_tile_b, v_tile_b, d_p, BF16_PARTS, EMULATED)
                     at = tl.cast(pair, tl.int64) * seqlen_q + rows
                     lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
                     delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)

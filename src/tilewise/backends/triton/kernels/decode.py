@@ -46,18 +46,18 @@ def _scales(at, offsets, exists, SCALE: tl.constexpr):
 
 
 @triton.jit
-def _values(p, sees, acc, x, CAREFUL: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr):
+def _values(p, sees, acc, x, CAREFUL: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr):
     """acc + P V. CAREFUL: inf and NaN reach only those rows that see their key."""
     if CAREFUL:
         wide = x.to(tl.float32)
         finite = tl.abs(wide) < float("inf")
         code = tl.where(finite | (wide < 0.0), 0.0, 1.0) + tl.where(finite | (wide > 0.0), 0.0, FEWER)  # inf, -inf, and both for NaN
-        acc = dot(p, narrow(tl.where(finite, wide, 0.0), x.dtype, EMULATED), acc, PRECISION, EMULATED)
+        acc = dot(p, narrow(tl.where(finite, wide, 0.0), x.dtype, EMULATED), acc, BF16_PARTS, EMULATED)
         code, weight = narrow(code, x.dtype, EMULATED), narrow(tl.where(sees, 1.0, 0.0), x.dtype, EMULATED)
-        seen = dot(weight, code, tl.zeros([acc.shape[0], acc.shape[1]], tl.float32), PRECISION, EMULATED)
+        seen = dot(weight, code, tl.zeros([acc.shape[0], acc.shape[1]], tl.float32), BF16_PARTS, EMULATED)
         below = tl.floor(seen * (1.0 / FEWER)) * FEWER
         return acc + tl.where(seen > below, float("inf"), 0.0) + tl.where(below > 0.0, float("-inf"), 0.0)
-    return dot(p, x, acc, PRECISION, EMULATED)
+    return dot(p, x, acc, BF16_PARTS, EMULATED)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _visit(
     CAREFUL: tl.constexpr, PAGES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     TREE: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
-    PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys from `first` on, of which some row sees low <= key < high."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -82,12 +82,12 @@ def _visit(
         if K_BITS != "":
             of_k = _scales(k_scale, (page * scale_k_page + place * scale_k_row)[None, :], exists[None, :], K_SCALE)
             k_tile = widened(k_tile, of_k, q.dtype, K_BITS == "e4m3", EMULATED)
-        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
         if DIM_B:
             k_tile_b = gather(k_cache + DIM, k_rows[None, :], tl.arange(0, DIM_B)[:, None], exists[None, :], CUT)
             if K_BITS != "":
                 k_tile_b = widened(k_tile_b, of_k, q.dtype, K_BITS == "e4m3", EMULATED)
-            x = dot(q_b, k_tile_b, x, PRECISION, EMULATED)
+            x = dot(q_b, k_tile_b, x, BF16_PARTS, EMULATED)
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if ALIBI:
@@ -103,12 +103,12 @@ def _visit(
         if V_BITS != "":
             of_v = _scales(v_scale, (page * scale_v_page + place * scale_v_row)[:, None], exists[:, None], V_SCALE)
             v_tile = widened(v_tile, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
-        acc = _values(p, sees, acc * fading[:, None], v_tile, CAREFUL, PRECISION, EMULATED)
+        acc = _values(p, sees, acc * fading[:, None], v_tile, CAREFUL, BF16_PARTS, EMULATED)
         if V_DIM_B:
             v_tile_b = gather(v_cache + V_DIM, v_rows[:, None], tl.arange(0, V_DIM_B)[None, :], exists[:, None], V_CUT)
             if V_BITS != "":
                 v_tile_b = widened(v_tile_b, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
-            acc_b = _values(p, sees, acc_b * fading[:, None], v_tile_b, CAREFUL, PRECISION, EMULATED)
+            acc_b = _values(p, sees, acc_b * fading[:, None], v_tile_b, CAREFUL, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
 
@@ -145,7 +145,7 @@ def decode(
     LEFTPAD: tl.constexpr, TREE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     ROTARY: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
-    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """O (tokens, heads, head_dim_v) and LSE, or with SPLIT these of one of `splits` parts of the keys, in fp32. Grid: tiles * splits * heads_k.
 
@@ -222,7 +222,7 @@ def decode(
         none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page, v_cache_row, pages,
         page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row, first_tile, count, n_low, n_high,
         begin, end, position, tree, new, oldest, scale, softcap, slope, False, PAGES, K_BITS, V_BITS, K_SCALE, V_SCALE, TREE, MODIFIED,
-        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
     )  # fmt: skip
     if SEVERAL:  # noqa: SIM102
         if _not_finite(acc) + _not_finite(acc_b) > 0:  # NaN among the values of a key must reach only those rows that see it
@@ -230,7 +230,7 @@ def decode(
                 none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page,
                 v_cache_row, pages, page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row,
                 first_tile, count, n_low, n_high, begin, end, position, tree, new, oldest, scale, softcap, slope, True, PAGES, K_BITS, V_BITS,
-                K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION, EMULATED,
+                K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
                 1,
             )  # fmt: skip
     if not MODIFIED:

@@ -17,7 +17,7 @@ def _visit(
     scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
-    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys, from `first` on; `skip` tiles are left out behind the first `left` ones."""
     columns = tl.arange(0, TILE_N)
@@ -27,9 +27,9 @@ def _visit(
         keys, limit = n + columns, seqlen_k - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
         k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
-        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), PRECISION, EMULATED)
+        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
         if DIM_B:
-            x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, PRECISION, EMULATED)
+            x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, BF16_PARTS, EMULATED)
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if BIAS:
@@ -49,11 +49,11 @@ def _visit(
             p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), p, 0.0)
         p = narrow(p, v.dtype.element_ty, EMULATED)
         acc = acc * fading[:, None]
-        acc = dot(p, load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED), acc, PRECISION, EMULATED)
+        acc = dot(p, load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED), acc, BF16_PARTS, EMULATED)
         if V_DIM_B:
             acc_b = acc_b * fading[:, None]
             v_tile = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            acc_b = dot(p, v_tile, acc_b, PRECISION, EMULATED)
+            acc_b = dot(p, v_tile, acc_b, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
 
@@ -65,7 +65,7 @@ def forward(
     seed, offset, threshold, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
     SINK: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
-    DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, PRECISION: tl.constexpr,
+    DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr,
     EMULATED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """O (batch, seqlen_q, heads, head_dim_v) and LSE (batch, heads, seqlen_q). Grid: m_tiles * batch * heads."""
@@ -99,7 +99,7 @@ def forward(
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, ref, bands, bitmaps,
                 first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
-                True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION,
+                True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
                 EMULATED, STAGES,
             )  # fmt: skip
         for r in range(tl.load(span + 1), tl.load(span + 2)):
@@ -107,7 +107,7 @@ def forward(
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, 0, bands, bitmaps,
                 first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
-                False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, PRECISION,
+                False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
                 EMULATED, STAGES,
             )  # fmt: skip
     else:
@@ -117,13 +117,13 @@ def forward(
             acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
             first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
             pair, seed, offset, threshold, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
-            V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
         acc, acc_b, total, top = _visit(
             acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
             free, stop - free, stop - free, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
             pair, seed, offset, threshold, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
-            V_DIM_B, V_CUT, PRECISION, EMULATED, STAGES,
+            V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
     if not MODIFIED:
         top = top * LN2

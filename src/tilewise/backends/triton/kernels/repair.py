@@ -22,6 +22,20 @@ def _kept_of(rows, key, pair, seed, offset, threshold, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _added(acc, lost, term, FP32: tl.constexpr):
+    """acc + term and, where FP32 is the result, what sums rounded off so far: pair by pair that is more than a product of tiles does."""
+    new = acc + term
+    if not FP32:
+        return new, lost
+    return new, lost + tl.where(tl.abs(acc) >= tl.abs(term), (acc - new) + term, (term - new) + acc)
+
+
+@triton.jit
+def _whole(acc, lost):
+    return acc + tl.where(lost == lost, lost, 0.0)  # NaN: of an infinity
+
+
+@triton.jit
 def _weights(
     q, k, v, d_o, lse, delta, queries, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, kept,
     keep_scale,
@@ -96,7 +110,7 @@ def repair_rows(
             r_first, r_free, r_last = tl.load(span), tl.load(span + 1), tl.load(span + 2)
         else:
             begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
-        acc, total = tl.zeros_like(old), tl.zeros([TILE_M], tl.float32)
+        acc, lost, total = tl.zeros_like(old), tl.zeros_like(old), tl.zeros([TILE_M], tl.float32)
         for r in range(r_first, r_last):
             if MASK == "tiles":
                 j_first, j_last = tl.load(runs + r * 4) * TILE_N, tl.minimum(tl.load(runs + r * 4 + 1) * TILE_N, seqlen_k)
@@ -118,11 +132,11 @@ def repair_rows(
                     bias, bias_row, bias_column, keep, keep_scale, GRADIENT, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
                 )  # fmt: skip
                 term = d_s[:, None] * k_tile if GRADIENT else dropped[:, None] * v_tile
-                acc += tl.where(sees[:, None], term, 0.0)
+                acc, lost = _added(acc, lost, tl.where(sees[:, None], term, 0.0), x.dtype.element_ty == tl.float32)
                 total += tl.where(sees, p, 0.0)
         if SINK:
             total += tl.math.exp2((tl.load(sink + h).to(tl.float32) - lse_rows) * LOG2E)
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 1, but for LSE's rounding
+        acc = _whole(acc, lost) / tl.where(total == 0.0, 1.0, total)[:, None]  # 1, but for LSE's rounding
         acc = tl.where((lse_rows == float("-inf"))[:, None], 0.0, acc)  # a row that a bias of -inf leaves nothing
         new = tl.where(spoiled, acc * (scale if GRADIENT else 1.0), old)
         store_rows(x, new, row, x_row, own, limit, own_columns, EMULATED)
@@ -157,6 +171,7 @@ def repair_columns(
         k_tile = load_rows(k, row, k_row, dims, limit, COLUMNS, True).to(tl.float32)
         v_tile = load_rows(v, row, v_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
         acc_k, acc_v = tl.zeros([TILE_N, WIDTH], tl.float32), tl.zeros([TILE_N, V_WIDTH], tl.float32)
+        lost_k, lost_v = acc_k, acc_v
         begin, end = rows, rows
         if MASK != "tiles":
             begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
@@ -204,7 +219,8 @@ def repair_columns(
                         DROPOUT,
                     )  # fmt: skip
                     blind = tl.load(lse + at) == float("-inf")  # by a bias of -inf alone
-                    acc_k += tl.where(sees[:, None], tl.where(blind, 0.0, d_s[:, None] * q_tile), 0.0)
-                    acc_v += tl.where(sees[:, None], tl.where(blind, 0.0, dropped[:, None] * d_o_tile), 0.0)
-        store_rows(d_k, tl.where(old_k != old_k, acc_k * scale, old_k), row, d_k_row, dims, limit, COLUMNS, EMULATED)
-        store_rows(d_v, tl.where(old_v != old_v, acc_v, old_v), row, d_v_row, v_dims, limit, V_COLUMNS, EMULATED)
+                    d_k_term, d_v_term = tl.where(blind, 0.0, d_s[:, None] * q_tile), tl.where(blind, 0.0, dropped[:, None] * d_o_tile)
+                    acc_k, lost_k = _added(acc_k, lost_k, tl.where(sees[:, None], d_k_term, 0.0), d_k.dtype.element_ty == tl.float32)
+                    acc_v, lost_v = _added(acc_v, lost_v, tl.where(sees[:, None], d_v_term, 0.0), d_v.dtype.element_ty == tl.float32)
+        store_rows(d_k, tl.where(old_k != old_k, _whole(acc_k, lost_k) * scale, old_k), row, d_k_row, dims, limit, COLUMNS, EMULATED)
+        store_rows(d_v, tl.where(old_v != old_v, _whole(acc_v, lost_v), old_v), row, d_v_row, v_dims, limit, V_COLUMNS, EMULATED)
