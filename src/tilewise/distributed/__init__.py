@@ -1,0 +1,7 @@
+"""Attention over a sequence that several GPUs, or processes, hold: exact for any mask, with the bits of one process. See docs/guide/several-gpus.md."""
+
+from tilewise.distributed.context import attention
+from tilewise.distributed.planning import Plan, plan
+from tilewise.distributed.reporting import Report
+
+__all__ = ["Plan", "Report", "attention", "plan"]
