@@ -1,4 +1,4 @@
-"""Attention over a sequence that several GPUs, or processes, hold: exact for any mask, with the bits of one process. See docs/guide/several-gpus.md."""
+"""Attention over a sequence that several GPUs, or processes, hold: exact for any mask, with the bits of one (docs/guide/several-gpus.md)."""
 
 from tilewise.distributed.context import attention
 from tilewise.distributed.planning import Plan, plan

@@ -1,4 +1,4 @@
-"""An axis of tokens shared out over ranks, and the routes of what one rank has and others want. Arrays of intervals; positions one by one only for indexing."""
+"""An axis of tokens shared out over ranks, as intervals, and the routes of what one rank has and others want."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,8 +63,8 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """What one rank gives and takes of tokens: give[r] (n,), places among its own tokens of those that rank r wants; take[r] (n,), where those that it has
-    from rank r go. Both ascend by position, so that what is given arrives in order. int64, on one device.
+    """What one rank gives and takes of tokens: give[r] (n,), places among its own tokens of those that rank r wants; take[r] (n,), where those that
+    it has from rank r go. Both ascend by position, so that what is given arrives in order. int64, on one device.
     """
 
     give: tuple[Tensor, ...]
@@ -72,8 +72,8 @@ class Routes:
 
     @classmethod
     def of(cls, axis: Axis, wanted: list[ndarray], rank: int, into: ndarray | None = None) -> "Routes":
-        """wanted: of each rank the positions that it wants, as intervals (n, 2), ascending and apart. into: those of `rank` one behind another, and of each
-        where it begins there, (n,); None: a token goes to its position.
+        """wanted: of each rank the positions that it wants, as intervals (n, 2), ascending and apart. into: those of `rank` one behind another, and
+        of each where it begins there, (n,); None: a token goes to its position.
         """
         ranks = range(len(axis.ranges))
         give = []

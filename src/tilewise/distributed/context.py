@@ -1,8 +1,8 @@
 """Attention over a sequence that several ranks hold: the keys that a rank's queries see are fetched, and one call of `attention` computes its rows.
 
-The call has the key axis of the whole sequence, of which only what is needed is filled: so keys have their own positions, the backend cuts them into the same
-tiles as one process does, and a row's O, LSE and dQ have the same bits; no partial results are merged. Gradients of keys and values go back to those who hold
-them, and are added in the order of the ranks.
+The call has the key axis of the whole sequence, of which only what is needed is filled: so keys have their own positions, the backend cuts them into
+the same tiles as one process does, and a row's O, LSE and dQ have the same bits; no partial results are merged. Gradients of keys and values go back
+to those who hold them, and are added in the order of the ranks.
 """
 
 from collections.abc import Sequence
@@ -48,29 +48,31 @@ def attention(
     backend: str | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, in the forward pass and in the backward pass.
+    """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, in the forward pass and in the backward
+    pass.
 
-    O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend runs and tiles
-    of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, in fp32 (fp64 for fp64), in the order of the ranks,
-    rounded once from each part's dtype: the same bits in every run. Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
+    O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
+    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, in fp32 (fp64 for
+    fp64), in the order of the ranks, rounded once from each part's dtype: the same bits in every run. Under layout="ulysses", with one group, dK and
+    dV have the bits of one process, too.
 
     Args:
         q: (batch, plan.seqlen, heads_q, head_dim): this rank's tokens, as `plan.dispatch` gives them. All heads, whatever the layout.
         k, v: (batch, plan.seqlen_k, heads_k, head_dim or head_dim_v).
         plan: of `tilewise.distributed.plan`, made with the same arguments on all ranks.
-        bias: (batch or 1, heads_q or 1, plan.seqlen or 1, seqlen_k of the whole sequence or 1), or its last 2 or 3 dimensions: of this rank's queries and all keys.
-            Where it has one row for all queries, or is a parameter, its gradient is of this rank's queries, to be added up over the ranks as those of other
-            parameters. With layout="ulysses" it has 1 for the queries.
+        bias: (batch or 1, heads_q or 1, plan.seqlen or 1, seqlen_k of the whole sequence or 1), or its last 2 or 3 dimensions: of this rank's
+            queries and all keys. Where it has one row for all queries, or is a parameter, its gradient is of this rank's queries, to be added up
+            over the ranks as those of other parameters. With layout="ulysses" it has 1 for the queries.
         alibi_slopes: (heads_q,) or (batch, heads_q), by positions in the whole sequence.
         sink: (heads_q,); its gradient is of this rank's rows (and heads), to be added up over the ranks.
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
 
-    The other arguments, and what is returned, are those of `tilewise.attention`, of this rank's tokens. DTensors that are sharded along the sequence are taken
-    with layout="contiguous", and O is one, too. torch.compile leaves the call out of its graph.
+    The other arguments, and what is returned, are those of `tilewise.attention`, of this rank's tokens. DTensors that are sharded along the sequence
+    are taken with layout="contiguous", and O is one, too. torch.compile leaves the call out of its graph.
 
     Raises:
-        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; tensors that are not of this rank's tokens; plans that differ between ranks.
-        RuntimeError: another rank ended, or made another call, as the group's timeout found.
+        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; tensors that are not of this rank's tokens; plans that differ between
+        ranks. RuntimeError: another rank ended, or made another call, as the group's timeout found.
     """
     if any(type(x).__name__ == "DTensor" for x in (q, k, v)):
         from tilewise.distributed.dtensor import local, placed
@@ -119,7 +121,8 @@ def _bias(bias: Tensor, q: Tensor, plan: Plan) -> Tensor:
     bias = bias[(None,) * (4 - bias.dim())].expand(-1, -1, -1, plan.k.length)
     if plan.sharing > 1 and bias.shape[2] != 1:
         raise UnsupportedError(
-            "a bias with a row for each query is not exchanged between ranks that share heads; make the plan with layout='auto', or give one row for all"
+            "a bias with a row for each query is not exchanged between ranks that share heads; make the plan with layout='auto', "
+            "or give one row for all"
         )
     return bias
 

@@ -3,7 +3,8 @@
 A tensor is (tokens, batch, heads, width) here. `heads[r]` is the slice of heads that rank r computes, as many as every other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,8 @@ def collect(x: Tensor, routes: Routes, heads: Sequence[slice], rank: int, length
 def give_back(x: Tensor, routes: Routes, heads: Sequence[slice], rank: int, like: Tensor, group: Group, adds: bool) -> Tensor:
     """(tokens, batch, heads, width), shaped as `like`, this rank's tokens: what all ranks made of them.
 
-    x: (length, batch, heads here, width). adds: several ranks may have a part of one token and head; the parts are added in fp32 (fp64 for fp64), in the order
-    of the ranks. Otherwise one has it.
+    x: (length, batch, heads here, width). adds: several ranks may have a part of one token and head; the parts are added in fp32 (fp64 for fp64), in
+    the order of the ranks. Otherwise one has it.
     """
     ranks = range(len(heads))
     sends = {r: x[routes.take[r]] for r in ranks}
@@ -55,23 +56,25 @@ def _width(heads: slice) -> int:
 
 
 def _swap(sends: list[Tensor], counts: list[int], like: Tensor, rank: int, group: Group) -> Tensor:
-    """(sum of counts, batch, heads, width) rows shaped as those of `like`: what the others sent to this rank, by rank; sends: what each of them is sent."""
+    """(sum of counts, batch, heads, width), rows as those of `like`: what each other rank sent, counts rows; sends: what each is sent."""
     row = like.shape[1] * like.shape[2] * like.shape[3]
     flat = torch.cat([x.reshape(-1) for x in sends])
     received = like.new_empty(sum(counts) * row)
     given, taken = [x.numel() for x in sends], [n * row for n in counts]
     given.insert(rank, 0)
     taken.insert(rank, 0)
-    all_to_all(received, flat, taken, given, group)
+    with told("an exchange"):
+        dist.all_to_all_single(received, flat, taken, given, group=group)
     return received.view(-1, *like.shape[1:])
 
 
-def all_to_all(received: Tensor, sent: Tensor, taken: list[int], given: list[int], group: Group) -> None:
-    """torch's collective; what it says where another rank has gone is said with what may have happened."""
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Where a collective fails because of another rank, say so; what torch says of it is about sockets."""
     try:
-        dist.all_to_all_single(received, sent, taken, given, group=group)
+        yield
     except RuntimeError as error:
         raise RuntimeError(
-            "an exchange of tilewise.distributed failed: another rank of the group has ended, has raised, or made another call; its own message says "
+            f"{what} of tilewise.distributed failed: another rank of the group has ended, has raised, or made another call; its own message says "
             f"which ({str(error).splitlines()[0]:.300})"
         ) from error

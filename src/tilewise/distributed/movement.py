@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tilewise.distributed.axis import Axis, Routes
-from tilewise.distributed.exchange import Group, all_to_all
+from tilewise.distributed.exchange import Group, collect, told
 
 if TYPE_CHECKING:
     from tilewise.distributed.planning import Plan
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 def agree(digest: int, group: Group, device: torch.device, what: str) -> None:
     """ValueError unless all ranks of the group have the same digest, below 2**62; one collective of two numbers."""
     numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    try:
+    with told("a comparison of plans"):
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the ranks could not compare their plans: another rank of the group has ended, has raised, or made another call ({str(error).splitlines()[0]:.300})"
-        ) from error
     most, least = numbers.tolist()
     if most != -least:
         raise ValueError(
@@ -30,24 +26,12 @@ def agree(digest: int, group: Group, device: torch.device, what: str) -> None:
         )
 
 
-def _rows(x: Tensor, dim: int) -> Tensor:
-    """(tokens, ...), contiguous."""
-    return x.movedim(dim, 0).contiguous()
-
-
-def _send(rows: Tensor, routes: Routes, length: int, plan: "Plan") -> Tensor:
-    """(length, ...): rows (tokens, ...) of all ranks where their routes say."""
-    out = rows.new_empty((length, *rows.shape[1:]))
-    others = [r for r in range(plan.place.world) if r != plan.place.rank]
-    if others:
-        row = rows[:1].numel() if len(rows) else int(np.prod(rows.shape[1:], dtype=np.int64))
-        given = [len(routes.give[r]) * row * (r != plan.place.rank) for r in range(plan.place.world)]
-        taken = [len(routes.take[r]) * row * (r != plan.place.rank) for r in range(plan.place.world)]
-        received = rows.new_empty(sum(taken))
-        all_to_all(received, torch.cat([rows[routes.give[r]].reshape(-1) for r in others]), taken, given, plan.place.group)
-        out[torch.cat([routes.take[r] for r in others])] = received.view(-1, *rows.shape[1:])
-    out[routes.take[plan.place.rank]] = rows[routes.give[plan.place.rank]]
-    return out
+def _send(x: Tensor, routes: Routes, length: int, plan: "Plan", dim: int) -> Tensor:
+    """x with `length` tokens along `dim`: those of all ranks where their routes say."""
+    rows = x.movedim(dim, 0)
+    place, one_head = plan.place, [slice(0, 1)] * plan.place.world
+    out = collect(rows.reshape(len(rows), 1, 1, int(np.prod(rows.shape[1:]))), routes, one_head, place.rank, length, place.group)
+    return out.reshape(length, *rows.shape[1:]).movedim(0, dim)
 
 
 class Whole(torch.autograd.Function):
@@ -59,14 +43,15 @@ class Whole(torch.autograd.Function):
         plan.check_runs(x.device)
         everything = [np.array([[0, plan.q.length]], np.int64)] * plan.place.world
         routes = plan._routes("whole", x.device, lambda: Routes.of(plan.q, everything, plan.place.rank))
-        return _send(_rows(x, dim), routes, plan.q.length, plan).movedim(0, dim)
+        return _send(x, routes, plan.q.length, plan, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         whole = grad.contiguous()
         if ctx.plan.place.world > 1:
             whole = whole.clone()
-            dist.all_reduce(whole, group=ctx.plan.place.group)
+            with told("a sum of gradients"):
+                dist.all_reduce(whole, group=ctx.plan.place.group)
         return ctx.plan.dispatch(whole, ctx.dim), None, None
 
 
@@ -78,7 +63,7 @@ class Rolled(torch.autograd.Function):
         ctx.plan, ctx.shift, ctx.dim = plan, shift, dim
         plan.check_runs(x.device)
         routes = plan._routes(f"roll {shift}", x.device, lambda: roll_routes(plan.q, shift, plan.place.rank))
-        return _send(_rows(x, dim), routes, plan.seqlen, plan).movedim(0, dim)
+        return _send(x, routes, plan.seqlen, plan, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -52,17 +52,17 @@ def plan(
 
     Args:
         mask: a mask of `tilewise.masks` over the whole sequence, or a mapping of head ranges to masks; None: every query sees every key.
-        seqlen: of the whole sequence; (seqlen_q, seqlen_k) where queries and keys are different tokens (cross-attention): then the keys are held in order, as
-            many by each rank.
+        seqlen: of the whole sequence; (seqlen_q, seqlen_k) where queries and keys are different tokens (cross-attention): then the keys are held in
+            order, as many by each rank.
         mesh: a DeviceMesh of one dimension, a process group, or (rank, world), a plan that can be looked at but not run.
         heads: (heads_q, heads_k) of the whole model.
         head_dim: width of a head, for predictions.
-        layout: "auto" shares out chunks of queries, so that ranks compute equally many pairs and fetch few keys. "contiguous": in order. "zigzag": the r-th
-            and the r-th last of 2 world pieces to rank r. "ulysses": tokens in order, and for attention heads / world of each rank; where heads_k is no multiple
-            of world, their greatest common divisor shares heads, and such groups share queries.
+        layout: "auto" shares out chunks of queries, so that ranks compute equally many pairs and fetch few keys. "contiguous": in order. "zigzag":
+            the r-th and the r-th last of 2 world pieces to rank r. "ulysses": tokens in order, and for attention heads / world of each rank; where
+            heads_k is no multiple of world, their greatest common divisor shares heads, and such groups share queries.
         batch: entries, for a mask that differs between them; else any batch will do.
-        tile: queries that are never cut apart; None: 96 on the CPU, 128 elsewhere. Results have the bits of one process where the backend's tile of queries
-            divides it.
+        tile: queries that are never cut apart; None: 96 on the CPU, 128 elsewhere. Results have the bits of one process where the backend's tile of
+            queries divides it.
 
     Returns:
         A `Plan`, for `attention`. Tokens that no rank needs are exchanged with none.
@@ -109,8 +109,8 @@ def plan(
 class Plan:
     """What `plan` found. Two plans that read the same have the same `digest`.
 
-    mask: over the whole sequence. q, k: who holds which tokens. rows: of each group of ranks the queries that it computes; the ranks of a group have a part of
-    the heads each. owner: of each chunk of queries, its group.
+    mask: over the whole sequence. q, k: who holds which tokens. rows: of each group of ranks the queries that it computes; the ranks of a group have
+    a part of the heads each. owner: of each chunk of queries, its group.
     """
 
     mask: Mask
@@ -189,13 +189,15 @@ class Plan:
         return x.index_select(dim, axis.places(self.place.rank).to(x.device))
 
     def undispatch(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence, on every rank, of which x has this rank's tokens along `dim`; a collective. Its gradient is that of the ranks' losses together."""
+        """The whole sequence, on every rank, of which x has this rank's tokens along `dim`; a collective. Its gradient is that of the sum of the
+        ranks' losses.
+        """
         self.check_local("x", x.shape[dim])
         return movement.Whole.apply(x, self, dim)
 
     def roll(self, x: Tensor, shift: int, dim: int = 1) -> Tensor:
-        """This rank's tokens of the whole sequence rolled by `shift`, as torch.roll would, of which x has this rank's tokens; a collective. Shift -1 gives each
-        position the token that follows it.
+        """This rank's tokens of the whole sequence rolled by `shift`, as torch.roll would, of which x has this rank's tokens; a collective. Shift -1
+        gives each position the token that follows it.
         """
         self.check_local("x", x.shape[dim])
         return movement.Rolled.apply(x, self, shift, dim)
@@ -240,7 +242,9 @@ class Plan:
         return self.state[key]
 
     def check_runs(self, device: torch.device) -> None:
-        """UnsupportedError for a plan without a group. Once for each plan the ranks compare digests, in one small collective: ValueError where they differ."""
+        """UnsupportedError for a plan without a group. The first time the ranks compare digests, in one small collective: ValueError where they
+        differ.
+        """
         if self.place.world == 1:
             return
         if self.place.group is None:

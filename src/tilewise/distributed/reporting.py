@@ -16,10 +16,11 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Report:
-    """Of each rank: visible pairs of its heads, tokens, keys that it fetches from others, and bytes that it receives in a forward pass and in a backward pass.
+    """Of each rank: visible pairs of its heads, tokens, keys that it fetches from others, and bytes that it receives in a forward pass and in a
+    backward pass.
 
-    seconds: predicted, of the slowest rank, (compute, exchange) of the forward and the backward pass together, one after the other; with rates of H100s that
-    are linked by NVLink (solver.py), so of other machines no more than a proportion.
+    seconds: predicted, of the slowest rank, (compute, exchange) of the forward and the backward pass together, one after the other; with rates of
+    H100s that are linked by NVLink (solver.py), so of other machines no more than a proportion.
     """
 
     pairs: tuple[int, ...]
@@ -51,9 +52,8 @@ class Report:
         for rank, (pairs, tokens, fetched, there, back) in enumerate(
             zip(self.pairs, self.tokens, self.fetched, self.forward_bytes, self.backward_bytes, strict=True)
         ):
-            lines.append(
-                f"  rank {rank}: {tokens} tokens, {pairs} pairs, {fetched} keys fetched, {there / 2**20:.1f} MiB forward, {back / 2**20:.1f} MiB backward"
-            )
+            received = f"{there / 2**20:.1f} MiB forward, {back / 2**20:.1f} MiB backward"
+            lines.append(f"  rank {rank}: {tokens} tokens, {pairs} pairs, {fetched} keys fetched, {received}")
         return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Who computes which chunk of queries: equal shares of the visible pairs, with few keys to fetch.
 
-All candidates give every rank as many chunks as the others, or one fewer. Chunks of the most loaded rank are exchanged for others', and the assignment with
-the shortest predicted step on the way is taken. Integers and stable sorts alone decide, so that every rank finds the same one.
+All candidates give every rank as many chunks as the others, or one fewer. Chunks of the most loaded rank are exchanged for others', and the
+assignment with the shortest predicted step on the way is taken. Integers and stable sorts alone decide, so that every rank finds the same one.
 """
 
 import heapq

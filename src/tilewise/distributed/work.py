@@ -6,14 +6,14 @@ import numpy as np
 from numpy import ndarray
 
 from tilewise.masks import Bands, Bitmap, Mask
-from tilewise.masks.band_tables import areas, canonical, expand, meet
+from tilewise.masks.band_tables import areas, canonical, expand
 
 
 class Work(NamedTuple):
     """Of n chunks of queries [edges[i], edges[i + 1]).
 
-    load: (n,) int64, visible pairs, summed over batch entries and heads. chunk, first, last: (m,) int64, ascending by chunk and key and apart: chunk[x] needs
-    the keys [first[x], last[x]).
+    load: (n,) int64, visible pairs, summed over batch entries and heads. chunk, first, last: (m,) int64, ascending by chunk and key and apart:
+    chunk[x] needs the keys [first[x], last[x]).
     """
 
     edges: ndarray
@@ -27,7 +27,7 @@ class Work(NamedTuple):
         rank, first, last = united(owner[self.chunk], self.first, self.last)
         ends = np.searchsorted(rank, np.arange(ranks + 1))
         pairs = np.stack([first, last], axis=1)
-        return [pairs[a:b] for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        return np.split(pairs, ends[1:-1])
 
 
 def survey(mask: Mask, edges: ndarray, seqlen_k: int, batch: int, heads: int) -> Work:
