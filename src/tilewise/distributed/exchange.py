@@ -65,7 +65,7 @@ def _swap(sends: list[Tensor], counts: list[int], like: Tensor, rank: int, group
     taken.insert(rank, 0)
     with told("an exchange"):
         dist.all_to_all_single(received, flat, taken, given, group=group)
-    return received.view(-1, *like.shape[1:])
+    return received.view(sum(counts), *like.shape[1:])
 
 
 @contextmanager

@@ -5,6 +5,7 @@ assignment with the shortest predicted step on the way is taken. Integers and st
 """
 
 import heapq
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from numpy import ndarray
 # What predictions are made with: an H100's dense bf16 rate as tilewise reaches it, and NVLink's rate for exchanges between all ranks.
 FLOPS, BYTES = 600e12, 350e9
 FAIR = 1.02  # a larger share of the mean costs three times what it is
-CLOSE = 1.005  # nothing is exchanged for a better balance
+CLOSE, EVEN = 1.005, 1.015  # nothing is exchanged for a better balance; a balance that is given up for fewer keys to fetch
+UNEVEN = 1.04  # such assignments are not looked at twice
 EXCHANGES = 24  # at most, from each start
 
 
@@ -60,25 +62,34 @@ def solve(load: ndarray, needs: ndarray, ranks: int, costs: Costs) -> ndarray:
     n = len(load)
     if ranks == 1 or n <= ranks:
         return contiguous(n, ranks)
+    near = (needs + needs.T).astype(np.float64)
+    np.fill_diagonal(near, 0)  # a chunk's own keys go with it
     best, least = contiguous(n, ranks), float("inf")
+    good = costs.pair * load.sum() / ranks * FAIR
     for start in (contiguous(n, ranks), zigzag(n, ranks), largest_first(load, ranks)):
-        if start.max() >= ranks or np.ptp(np.bincount(start, minlength=ranks)) > 1:
+        if np.ptp(np.bincount(start, minlength=ranks)) > 1:
             continue
-        owner, seconds = _exchanged(load, needs, start, ranks, costs)
+        state = _State(load, needs, near, start.copy(), ranks, costs)
+        owner, seconds = _explored(state, state.evening)
         if seconds < least:
             best, least = owner, seconds
-        if least <= costs.pair * load.sum() / ranks * FAIR and least > 0:
+        share = np.bincount(best, weights=load, minlength=ranks)
+        if least <= good or (start[-1] == 0 and share.max() <= FAIR * share.mean()):  # after zigzag: what balances best fetches most
             break
-    return best
+    if least <= good:
+        return best
+    state = _State(load, needs, near, best.copy(), ranks, costs)
+    return _explored(state, state.nearing)[0]
 
 
 def received(needs: ndarray, owner: ndarray, ranks: int) -> ndarray:
     """(ranks,) keys that each rank fetches from others, at most: of a chunk those of its queries' chunk that need most of it."""
-    order = np.argsort(owner, kind="stable")
-    count = np.bincount(owner, minlength=ranks)
-    starts = np.minimum(np.cumsum(count) - count, len(owner) - 1)
-    most = np.maximum.reduceat(needs[order], starts, axis=0)
-    return (most.sum(axis=1) - np.bincount(owner, weights=most[owner, np.arange(len(owner))], minlength=ranks)) * (count > 0)
+    order, count = np.argsort(owner, kind="stable"), np.bincount(owner, minlength=ranks)
+    there = count > 0
+    most = np.zeros((ranks, len(owner)), needs.dtype)
+    most[there] = np.maximum.reduceat(needs[order], (np.cumsum(count) - count)[there], axis=0)
+    own = np.bincount(owner, weights=most[owner, np.arange(len(owner))], minlength=ranks)
+    return most.sum(axis=1) - own
 
 
 def _seconds(share: ndarray, needs: ndarray, owner: ndarray, ranks: int, costs: Costs) -> float:
@@ -86,35 +97,73 @@ def _seconds(share: ndarray, needs: ndarray, owner: ndarray, ranks: int, costs: 
     return costs.pair * float(most + 3 * over) + costs.key * float(received(needs, owner, ranks).max())
 
 
-def _exchanged(load: ndarray, needs: ndarray, start: ndarray, ranks: int, costs: Costs) -> tuple[ndarray, float]:
-    """The best assignment that exchanges lead to from `start`, and its predicted seconds. Sums in fp64 are of integers, and exact."""
-    owner, near = start.copy(), (needs + needs.T).astype(np.float64)
-    share, mean = np.bincount(owner, weights=load, minlength=ranks), load.sum() / ranks
-    best, least = start, _seconds(share, needs, owner, ranks, costs)
-    together = near @ (owner[:, None] == np.arange(ranks)).astype(np.float64)  # (n, ranks): keys that chunk and rank need of each other
+def _explored(state: "_State", step: Callable[[], tuple[int, int] | None]) -> tuple[ndarray, float]:
+    """The best assignment on a way of at most `EXCHANGES`, and its predicted seconds."""
+    best, least = state.owner.copy(), state.seconds()
     for _ in range(EXCHANGES):
-        busiest = int(share.argmax())
-        if share[busiest] <= CLOSE * mean:
+        pair = step()
+        if pair is None:
             break
+        state.exchange(*pair)
+        if state.share.max() > UNEVEN * state.mean:  # on the way
+            continue
+        seconds = state.seconds()
+        if seconds < least:
+            best, least = state.owner.copy(), seconds
+    return best, least
+
+
+class _State:
+    """An assignment, and what follows from it. Sums in fp64 are of integers, and exact.
+
+    near: (n, n), keys that two chunks need of each other. together: (n, ranks), keys that a chunk and a rank's chunks do.
+    """
+
+    def __init__(self, load: ndarray, needs: ndarray, near: ndarray, owner: ndarray, ranks: int, costs: Costs) -> None:
+        self.load, self.needs, self.near, self.owner, self.ranks, self.costs = load.astype(np.float64), needs, near, owner, ranks, costs
+        self.share = np.bincount(owner, weights=load, minlength=ranks)
+        self.mean = self.share.mean()
+        self.together = near @ (owner[:, None] == np.arange(ranks)).astype(np.float64)
+
+    def seconds(self) -> float:
+        return _seconds(self.share, self.needs, self.owner, self.ranks, self.costs)
+
+    def exchange(self, a: int, b: int) -> None:
+        one, other = self.owner[a], self.owner[b]
+        self.owner[a], self.owner[b] = other, one
+        change, moved = self.near[:, b] - self.near[:, a], self.load[b] - self.load[a]
+        self.together[:, one] += change
+        self.together[:, other] -= change
+        self.share[one] += moved
+        self.share[other] -= moved
+
+    def evening(self) -> tuple[int, int] | None:
+        """A chunk of the busiest rank and another's, which evens out most for the keys that are then further away; None where all is even."""
+        load, share, owner, together = self.load, self.share, self.owner, self.together
+        busiest = int(share.argmax())
+        if share[busiest] <= CLOSE * self.mean:
+            return None
         mine, others = np.flatnonzero(owner == busiest), np.flatnonzero(owner != busiest)
         theirs = owner[others]
         shift = np.subtract.outer(load[mine], load[others])
-        larger = np.maximum(share[busiest] - shift, share[theirs] + shift)
-        gain = share[busiest] - np.maximum(larger, mean)
+        gain = share[busiest] - np.maximum(np.maximum(share[busiest] - shift, share[theirs] + shift), self.mean)
         most = gain.max()
         if most <= 0:
-            break
+            return None
         apart = (together[mine, busiest][:, None] - together[mine][:, theirs]) + (together[others, theirs] - together[others, busiest])
-        score = gain / (most * costs.pair * 0.25 + costs.key / len(load) * np.maximum(apart, 0))
+        score = gain / (most * self.costs.pair * 0.25 + self.costs.key / len(load) * np.maximum(apart, 0))
         a, b = divmod(int(score.argmax()), len(others))
-        a, b, other = mine[a], others[b], theirs[b]
-        owner[a], owner[b] = other, busiest
-        change = near[:, b] - near[:, a]
-        together[:, busiest] += change
-        together[:, other] -= change
-        share[busiest] += load[b] - load[a]
-        share[other] += load[a] - load[b]
-        seconds = _seconds(share, needs, owner, ranks, costs)
-        if seconds < least:
-            best, least = owner.copy(), seconds
-    return best, least
+        return int(mine[a]), int(others[b])
+
+    def nearing(self) -> tuple[int, int] | None:
+        """Two chunks that have more keys in common with each other's ranks, and leave shares even; None where there are none."""
+        load, owner, together = self.load, self.owner, self.together
+        cap = max(EVEN * self.mean, self.share.max())
+        drawn = together[:, owner]
+        drawn -= np.diagonal(drawn).copy()[:, None]  # keys nearer, were a with b's rank
+        gain = drawn + drawn.T
+        gain -= 2 * self.near
+        room = (cap - self.share)[owner] + load  # what may come in a's place
+        gain[(load[None] > room[:, None]) | (load[:, None] > room[None])] = -1
+        a, b = divmod(int(gain.argmax()), len(load))
+        return (a, b) if gain[a, b] > 0 else None
