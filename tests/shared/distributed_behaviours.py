@@ -24,7 +24,7 @@ def tensors(seed: int = 0, n: int = N, n_k: int | None = None) -> tuple[torch.Te
 def everything(rank: int, world: int) -> list[str]:
     """Every behaviour below that all ranks go through; the names of those that were looked at."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))["cp"]
-    looked = (tokens, cross_attention, hybrid_layers, checkpointed, compiled, dtensors, empty_batch, different_plans)
+    looked = (tokens, cross_attention, hybrid_layers, checkpointed, compiled, dtensors, empty_batch, decoded, different_plans)
     for each in looked:
         each(rank, world, mesh)
     return [each.__name__ for each in looked]
@@ -130,6 +130,39 @@ def empty_batch(rank, world, mesh) -> None:
     plan = distributed.plan(tw.Causal(), N, mesh, heads=HEADS, head_dim=DIM)
     q, k, v, _ = (plan.dispatch(x)[:0] for x in tensors(6))
     assert distributed.attention(q, k, v, plan).shape == (0, plan.seqlen, HEADS[0], DIM)
+
+
+def decoded(rank, world, mesh) -> None:
+    """Decode from shares of each sequence, interleaved or not, is decode."""
+    generator = torch.Generator().manual_seed(9)
+    batch, capacity = 3, 96 * world
+    lengths = torch.tensor([capacity, 50, 5], dtype=torch.int32)
+    k, v = (torch.randn(batch, capacity, HEADS[1], DIM, generator=generator) for _ in range(2))
+    sink = torch.randn(HEADS[0], generator=generator)
+    for new in (1, 4):
+        q = torch.randn(batch, new, HEADS[0], DIM, generator=generator)
+        for step in (1, 16, 96):
+            mine = torch.arange(capacity)[torch.arange(capacity) // step % world == rank]
+            assert len(mine) == 96 and distributed.held(lengths, rank, world, step).tolist() == [(mine < n).sum().item() for n in lengths]
+            for options in ({}, {"mask": tw.SlidingWindow(20, 0)}, {"sink": sink, "softcap": 2.0}, {"causal": False}):
+                want, want_lse = tw.decode(q, k, v, cache_seqlens=lengths, return_lse=True, **options)
+                got, lse = distributed.decode(
+                    q, k[:, mine], v[:, mine], mesh, cache_seqlens=lengths, interleave=step, return_lse=True, **options
+                )
+                torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+                torch.testing.assert_close(lse, want_lse, rtol=2e-6, atol=2e-6)
+            pages = mine.reshape(-1, 16)[torch.randperm(6, generator=torch.Generator().manual_seed(1))]
+            table = torch.randperm(6, generator=torch.Generator().manual_seed(1)).argsort().int().expand(batch, -1)
+            paged = [torch.cat([x[b][pages] for b in range(batch)]) for x in (k, v)]
+            table = table + 6 * torch.arange(batch, dtype=torch.int32)[:, None]
+            got = distributed.decode(q, *paged, mesh, cache_seqlens=lengths, interleave=step, page_table=table)
+            torch.testing.assert_close(got, tw.decode(q, k, v, cache_seqlens=lengths), rtol=2e-6, atol=2e-6)
+    refused(
+        lambda: distributed.decode(q, k, v, mesh, cache_seqlens=lengths, mask=tw.FirstKeys(3)),
+        tw.UnsupportedError,
+        "mask must be of one band",
+    )
+    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=7), tw.ShapeError, "cache_seqlens must be a tensor (batch,)")
 
 
 def different_plans(rank, world, mesh) -> None:
