@@ -62,6 +62,8 @@ class Part(Mask):
         if seqlen_q != self.length:
             raise ShapeError(f"Part: its rows are {self.length} queries, the call has seqlen_q {seqlen_q}; they must agree")
         first, last, every = (0, heads, heads) if self.heads is None else self.heads
+        if heads == 1 and self.mask.extent[1] == 1:  # of a mask that is the same for all
+            first, last, every = 0, 1, 1
         if last - first != heads:
             raise ShapeError(f"Part: heads={self.heads} are {last - first}, the call has heads {heads}; they must agree")
         cut: dict[int, Bands | Bitmap] = {}  # by region, which many planes may share
