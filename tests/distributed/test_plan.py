@@ -164,6 +164,8 @@ WRONG = [
     ({"mesh": (2, 2)}, ValueError, "mesh=(rank, world) must have rank < world"),
     ({"mesh": "cp"}, ValueError, "mesh must be a DeviceMesh, a process group or (rank, world), got str 'cp'"),
     ({"heads": (6, 4)}, ValueError, "heads must be (heads_q, heads_k) with heads_q a multiple of heads_k"),
+    ({"heads": 4}, ValueError, "heads must be (heads_q, heads_k), got 4"),
+    ({"head_dim": 0}, ValueError, "head_dim must be an integer, 1 or more"),
     ({"layout": "ring"}, ValueError, "layout must be one of 'auto', 'contiguous', 'zigzag', 'ulysses', got 'ring'"),
     ({"seqlen": -1}, ValueError, "seqlen_q must be an integer, 0 or more"),
     ({"seqlen": (1, 2, 3)}, ValueError, "seqlen must be a length, or (seqlen_q, seqlen_k)"),

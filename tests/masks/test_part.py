@@ -46,6 +46,16 @@ def test_heads():
     assert by_batch.extent == (2, 1) and by_batch.pairs(2, 9, batch=2) == 2 * (3 + 9)
 
 
+def test_in_expressions():
+    part = tw.Part(tw.Causal(), 20, ROWS[2])
+    expected = tw.Causal().dense(20, 25)[[0, 1, 2, 3, *range(10, 20)]]
+    first = tw.FirstKeys(3).dense(14, 25)
+    assert torch.equal((part & tw.FirstKeys(3)).dense(14, 25), expected & first)
+    assert torch.equal((~part | tw.FirstKeys(3)).dense(14, 25), ~expected | first)
+    assert torch.equal(tw.Part(tw.Part(tw.Causal(), 20, ((5, 15),)), 10, ((2, 4),)).dense(2, 25), tw.Causal().dense(20, 25)[7:9])
+    assert torch.equal(tw.PerHead({(0, 1): part, (1, 2): tw.Full()}).dense(14, 25)[0, 0], expected)
+
+
 WRONG = [
     (lambda: tw.Part("mask", 9, []), ValueError, "Part: mask must be a mask"),
     (lambda: tw.Part(tw.Full(), -1, []), ValueError, "Part: seqlen_q must be an integer, 0 or more"),
@@ -54,6 +64,11 @@ WRONG = [
     (lambda: tw.Part(tw.Full(), 9, [(6, 5)]), tw.ShapeError, r"rows\[0\] must be a half-open range"),
     (lambda: tw.Part(tw.Full(), 9, [(0, 5)], (2, 2, 4)), ValueError, r"Part: heads must be \(first, last, all\)"),
     (lambda: tw.Part(tw.PerHead({(0, 3): tw.Full()}), 9, [(0, 5)], (0, 2, 4)), tw.ShapeError, "the mask is made for heads 3, but"),
+    (
+        lambda: tw.Documents([0, 5, 9], inner=tw.Part(tw.Full(), 9, [(0, 9)])).pairs(9, 9),
+        tw.ShapeError,
+        "Part: its rows|of a whole call, not of a document",
+    ),
     (lambda: tw.Part(tw.Full(), 9, [(0, 5)]).pairs(6, 9), tw.ShapeError, "Part: its rows are 5 queries, the call has seqlen_q 6"),
     (lambda: tw.Part(tw.Full(), 9, [(0, 5)], (0, 2, 4)).pairs(5, 9, heads=3), tw.ShapeError, "are 2, the call has heads 3"),
 ]

@@ -71,38 +71,56 @@ def plan(
         ValueError, ShapeError: a wrong argument, or a mask that does not fit.
     """
     where = place_of(mesh)
-    cross = isinstance(seqlen, tuple | list)
-    lengths = seqlen if isinstance(seqlen, tuple | list) else (seqlen, seqlen)
-    if len(lengths) != 2:
-        raise ValueError(f"seqlen must be a length, or (seqlen_q, seqlen_k), got {seqlen!r}")
-    seqlen_q, seqlen_k = (check_count(name, n) for name, n in zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
-    heads_q, heads_k = (check_count(f"heads[{n}]", each, 1) for n, each in enumerate(heads))
-    if heads_q % heads_k:
-        raise ValueError(f"heads must be (heads_q, heads_k) with heads_q a multiple of heads_k, got {heads}")
+    seqlen_q, seqlen_k = _lengths(seqlen)
+    heads_q, heads_k = _heads(heads)
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    rows = check_count("tile", TILES.get(where.device, TILES["cuda"]) if tile is None else tile, 1)
-    found = combine(False, mask)
-    found = found.read() if isinstance(found, Unread) else found
+    tile = check_count("tile", TILES.get(where.device, TILES["cuda"]) if tile is None else tile, 1)
+    costs = solver.Costs.of(heads_k, check_count("head_dim", head_dim, 1))
+    found = _read(mask)
     sharing = int(np.gcd(where.world, heads_k)) if layout == "ulysses" else 1
-    groups = where.world // sharing
-    edges = chunk_edges(seqlen_q, groups, rows)
-    n = len(edges) - 1
+    groups, cross = where.world // sharing, isinstance(seqlen, tuple | list)
+    edges = chunk_edges(seqlen_q, groups, tile)
     work = survey(found, edges, seqlen_k, check_count("batch", batch, 1), heads_q)
-    if layout == "zigzag":
-        owner = solver.zigzag(n, groups)
-    elif layout == "auto" and not cross:
-        costs = solver.Costs.of(heads_k, check_count("head_dim", head_dim, 1))
-        owner = solver.solve(work.load, overlap(work.chunk, work.first, work.last, edges, n), groups, costs)
-    elif layout == "auto":
-        costs = solver.Costs.of(heads_k, head_dim)
-        owner = solver.solve(work.load, np.zeros((n, n), np.int64), groups, costs)
-    else:
-        owner = solver.contiguous(n, groups)
+    owner = _owners(work, groups, layout, costs, cross)
     of_groups = tuple(merged(np.stack([edges[:-1], edges[1:]], axis=1)[owner == group]) for group in range(groups))
     q = Axis(seqlen_q, tuple(part for rows in of_groups for part in in_order(rows, sharing)))
     k = Axis(seqlen_k, in_order(((0, seqlen_k),), where.world)) if cross else q
     return Plan(found, q, k, of_groups, owner, work, where, (heads_q, heads_k), head_dim, batch, layout)
+
+
+def _lengths(seqlen: Any) -> tuple[int, int]:
+    pair = seqlen if isinstance(seqlen, tuple | list) else (seqlen, seqlen)
+    if len(pair) != 2:
+        raise ValueError(f"seqlen must be a length, or (seqlen_q, seqlen_k), got {seqlen!r}")
+    return check_count("seqlen_q", pair[0]), check_count("seqlen_k", pair[1])
+
+
+def _heads(heads: Any) -> tuple[int, int]:
+    if not isinstance(heads, tuple | list) or len(heads) != 2:
+        raise ValueError(f"heads must be (heads_q, heads_k), got {heads!r}")
+    heads_q, heads_k = check_count("heads[0]", heads[0], 1), check_count("heads[1]", heads[1], 1)
+    if heads_q % heads_k:
+        raise ValueError(f"heads must be (heads_q, heads_k) with heads_q a multiple of heads_k, got {heads}")
+    return heads_q, heads_k
+
+
+def _read(mask: Mask | Mapping[tuple[int, int], Mask] | None) -> Mask:
+    """One mask, with cu_seqlens that are on a device read."""
+    found = combine(False, mask)
+    return found.read() if isinstance(found, Unread) else found
+
+
+def _owners(work: Work, groups: int, layout: str, costs: solver.Costs, cross: bool) -> ndarray:
+    """The group of each chunk of queries."""
+    n = len(work.load)
+    if layout == "zigzag":
+        return solver.zigzag(n, groups)
+    if layout != "auto":
+        return solver.contiguous(n, groups)
+    apart = np.zeros((n, n), np.int64)  # where keys lie elsewhere, no exchange of queries brings them nearer
+    needs = apart if cross else overlap(work.chunk, work.first, work.last, work.edges, n)
+    return solver.solve(work.load, needs, groups, costs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +190,7 @@ class Plan:
 
     def with_mask(self, mask: Mask | Mapping[tuple[int, int], Mask] | None) -> "Plan":
         """The plan of another mask over the same tokens, held by the same ranks: for models whose layers have different masks."""
-        found = combine(False, mask)
-        found = found.read() if isinstance(found, Unread) else found
+        found = _read(mask)
         work = survey(found, self.work.edges, self.k.length, self.batch, self.heads[0])
         return replace(self, mask=found, work=work, state={})
 

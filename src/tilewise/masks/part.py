@@ -9,7 +9,7 @@ from tilewise.errors import ShapeError
 from tilewise.masks.arguments import check_count, is_integer, ranges
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Bitmap
-from tilewise.masks.mask import Mask, Plane
+from tilewise.masks.mask import Blocks, Mask, Plane
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,6 +57,13 @@ class Part(Mask):
     def _write(self, tensors) -> str:
         heads = "" if self.heads is None else f",{self.heads}"
         return f"Part({self.mask.text(tensors)},{self.seqlen_q},{[list(each) for each in self.rows]}{heads})".replace(" ", "")
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        whole = (0,), (seqlen_q,), (0,), (seqlen_k,)
+        region = self._planes(seqlen_q, seqlen_k, 1, 1)[0].region if tuple(map(tuple, blocks)) == whole else None
+        if not isinstance(region, Bands):
+            raise ShapeError(f"{self!r:.200} is of a whole call, not of a document in one; write Part(Documents(...), ...)")
+        return region
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         if seqlen_q != self.length:
