@@ -63,19 +63,19 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """What one rank gives and takes of tokens: give[r] (n,), places among its own tokens of those that rank r wants; take[r] (n,), where those that
-    it has from rank r go. Both ascend by position, so that what is given arrives in order. int64, on one device.
+    """What rank `rank` gives and takes of tokens: give[r] (n,), places among its own tokens of those that rank r wants; take[r] (n,), where those
+    that it has from rank r go. Both ascend by position, so that what is given arrives in order. int64, on one device.
     """
 
+    rank: int
     give: tuple[Tensor, ...]
     take: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, axis: Axis, wanted: list[ndarray], rank: int, into: ndarray | None = None) -> "Routes":
-        """wanted: of each rank the positions that it wants, as intervals (n, 2), ascending and apart. into: those of `rank` one behind another, and
-        of each where it begins there, (n,); None: a token goes to its position.
+        """wanted: of each rank the positions that it wants, as intervals (n, 2), ascending and apart. into: where each interval of `rank` begins,
+        (n,), if they lie one behind another; None: a token goes to its position.
         """
-        ranks = range(len(axis.ranges))
         give = []
         cuts: dict[int, tuple] = {}  # by array, as several ranks may want the same
         for each in wanted:
@@ -87,7 +87,22 @@ class Routes:
             interval = np.searchsorted(wanted[rank][:, 0], first, side="right") - 1
             shift = (into - wanted[rank][:, 0])[interval]
             first, last = first + shift, last + shift
-        return cls(tuple(give), tuple(positions(first[holder == other], last[holder == other]) for other in ranks))
+        take = (positions(first[holder == other], last[holder == other]) for other in range(len(axis.ranges)))
+        return cls(rank, tuple(give), tuple(take))
 
     def to(self, device: torch.device) -> "Routes":
-        return Routes(*(tuple(x.to(device) for x in each) for each in (self.give, self.take)))
+        return Routes(self.rank, *(tuple(x.to(device) for x in each) for each in (self.give, self.take)))
+
+    @cached_property
+    def others(self) -> list[int]:
+        return [other for other in range(len(self.give)) if other != self.rank]
+
+    @cached_property
+    def given(self) -> Tensor:
+        """What all others want, by rank."""
+        return torch.cat([self.give[self.rank][:0], *(self.give[other] for other in self.others)])
+
+    @cached_property
+    def taken(self) -> Tensor:
+        """Where what all others have goes, by rank."""
+        return torch.cat([self.take[self.rank][:0], *(self.take[other] for other in self.others)])

@@ -202,7 +202,7 @@ def _keys(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Keys and values (batch, seqlen_k of the whole sequence, heads here, width) with those filled that this rank's queries need."""
     packed = torch.cat((k, v), dim=3).transpose(0, 1)
     slices = plan.head_slices(plan.heads[1])
-    whole = collect(packed, plan.routes_of_keys(k.device), slices, plan.place.rank, plan.k.length, plan.place.group).transpose(0, 1)
+    whole = collect(packed, plan.routes_of_keys(k.device), slices, plan.k.length, plan.place.group).transpose(0, 1)
     return whole[..., : k.shape[3]], whole[..., k.shape[3] :]
 
 
@@ -211,7 +211,7 @@ def _keys_back(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sequ
     packed = torch.cat((dk, dv), dim=3).transpose(0, 1)
     like = torch.empty((k.shape[1], k.shape[0], k.shape[2], packed.shape[3]), device="meta")
     slices = plan.head_slices(plan.heads[1])
-    whole = give_back(packed, plan.routes_of_keys(k.device), slices, plan.place.rank, like, plan.place.group, adds=len(plan.rows) > 1)
+    whole = give_back(packed, plan.routes_of_keys(k.device), slices, like, plan.place.group, adds=len(plan.rows) > 1)
     return whole.transpose(0, 1).split([k.shape[3], v.shape[3]], dim=3)
 
 
@@ -221,7 +221,7 @@ def _to_group(x: Tensor, plan: Plan) -> Tensor:
         return x
     length = sum(last - first for first, last in plan.rows[plan.group])
     routes, slices = plan.routes_of_queries(x.device), plan.head_slices(plan.heads[0])
-    return collect(x.transpose(0, 1), routes, slices, plan.place.rank, length, plan.place.group).transpose(0, 1)
+    return collect(x.transpose(0, 1), routes, slices, length, plan.place.group).transpose(0, 1)
 
 
 def _from_group(x: Tensor, like: Tensor, plan: Plan) -> Tensor:
@@ -230,7 +230,7 @@ def _from_group(x: Tensor, like: Tensor, plan: Plan) -> Tensor:
         return x
     routes, slices = plan.routes_of_queries(x.device), plan.head_slices(plan.heads[0])
     shape = torch.empty((like.shape[1], like.shape[0], like.shape[2], x.shape[3]), device="meta")
-    return give_back(x.transpose(0, 1), routes, slices, plan.place.rank, shape, plan.place.group, adds=False).transpose(0, 1)
+    return give_back(x.transpose(0, 1), routes, slices, shape, plan.place.group, adds=False).transpose(0, 1)
 
 
 def _rows_to_group(x: Tensor, plan: Plan) -> Tensor:

@@ -15,39 +15,40 @@ from tilewise.distributed.axis import Routes
 Group = dist.ProcessGroup | None
 
 
-def collect(x: Tensor, routes: Routes, heads: Sequence[slice], rank: int, length: int, group: Group) -> Tensor:
+def collect(x: Tensor, routes: Routes, heads: Sequence[slice], length: int, group: Group) -> Tensor:
     """(length, batch, heads here, width): the tokens that this rank takes, where `routes` says, and zeros between.
 
     x: this rank's tokens, all heads.
     """
-    others = [r for r in range(len(heads)) if r != rank]
-    out = x.new_zeros((length, x.shape[1], _width(heads[rank]), x.shape[3]))
-    if others:
-        arrived = _swap([x[routes.give[r]][:, :, heads[r]] for r in others], [len(routes.take[r]) for r in others], out, rank, group)
-        out.index_copy_(0, torch.cat([routes.take[r] for r in others]), arrived)
-    return out.index_copy_(0, routes.take[rank], x[routes.give[rank]][:, :, heads[rank]])
+    here = heads[routes.rank]
+    out = x.new_zeros((length, x.shape[1], _width(here), x.shape[3]))
+    if routes.others:
+        if _width(here) == x.shape[2]:
+            sent = x[routes.given].reshape(-1)
+        else:
+            sent = torch.cat([x[routes.give[r]][:, :, heads[r]].reshape(-1) for r in routes.others])
+        out.index_copy_(0, routes.taken, _swapped(sent, routes.give, routes.take, out, routes.rank, group))
+    return out.index_copy_(0, routes.take[routes.rank], x[routes.give[routes.rank]][:, :, here])
 
 
-def give_back(x: Tensor, routes: Routes, heads: Sequence[slice], rank: int, like: Tensor, group: Group, adds: bool) -> Tensor:
+def give_back(x: Tensor, routes: Routes, heads: Sequence[slice], like: Tensor, group: Group, adds: bool) -> Tensor:
     """(tokens, batch, heads, width), shaped as `like`, this rank's tokens: what all ranks made of them.
 
     x: (length, batch, heads here, width). adds: several ranks may have a part of one token and head; the parts are added in fp32 (fp64 for fp64), in
     the order of the ranks. Otherwise one has it.
     """
-    ranks = range(len(heads))
-    sends = {r: x[routes.take[r]] for r in ranks}
-    parts = {rank: sends.pop(rank)}
-    if sends:
-        counts = [len(routes.give[r]) for r in sends]
-        parts |= zip(sends, _swap(list(sends.values()), counts, x, rank, group).split(counts), strict=True)
+    parts = {routes.rank: x[routes.take[routes.rank]]}
+    if routes.others:
+        came = _swapped(x[routes.taken].reshape(-1), routes.take, routes.give, x, routes.rank, group)
+        parts |= zip(routes.others, came.split([len(routes.give[r]) for r in routes.others]), strict=True)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.zeros(like.shape, dtype=wide if adds else x.dtype, device=x.device)
-    for r in ranks:
+    for r, part in sorted(parts.items()):
         mine = out[:, :, heads[r]]
         if adds:
-            mine.index_add_(0, routes.give[r], parts[r].to(wide))
+            mine.index_add_(0, routes.give[r], part.to(wide))
         else:
-            mine.index_copy_(0, routes.give[r], parts[r])
+            mine.index_copy_(0, routes.give[r], part)
     return out.to(x.dtype)
 
 
@@ -55,17 +56,17 @@ def _width(heads: slice) -> int:
     return heads.stop - heads.start
 
 
-def _swap(sends: list[Tensor], counts: list[int], like: Tensor, rank: int, group: Group) -> Tensor:
-    """(sum of counts, batch, heads, width), rows as those of `like`: what each other rank sent, counts rows; sends: what each is sent."""
+def _swapped(sent: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], like: Tensor, rank: int, group: Group) -> Tensor:
+    """(rows, batch, heads, width), rows as those of `like`: what the others sent, by rank; sent: what they are sent, flat.
+
+    there, here: of each rank, as many as the rows that it is sent and that it sends.
+    """
     row = like.shape[1] * like.shape[2] * like.shape[3]
-    flat = torch.cat([x.reshape(-1) for x in sends])
-    received = like.new_empty(sum(counts) * row)
-    given, taken = [x.numel() for x in sends], [n * row for n in counts]
-    given.insert(rank, 0)
-    taken.insert(rank, 0)
+    given, taken = ([0 if r == rank else len(each) * row for r, each in enumerate(side)] for side in (there, here))
+    received = like.new_empty(sum(taken))
     with told("an exchange"):
-        dist.all_to_all_single(received, flat, taken, given, group=group)
-    return received.view(sum(counts), *like.shape[1:])
+        dist.all_to_all_single(received, sent, taken, given, group=group)
+    return received.view(sum(len(each) for r, each in enumerate(here) if r != rank), *like.shape[1:])
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def _send(x: Tensor, routes: Routes, length: int, plan: "Plan", dim: int) -> Ten
     """x with `length` tokens along `dim`: those of all ranks where their routes say."""
     rows = x.movedim(dim, 0)
     place, one_head = plan.place, [slice(0, 1)] * plan.place.world
-    out = collect(rows.reshape(len(rows), 1, 1, int(np.prod(rows.shape[1:]))), routes, one_head, place.rank, length, place.group)
+    out = collect(rows.reshape(len(rows), 1, 1, int(np.prod(rows.shape[1:]))), routes, one_head, length, place.group)
     return out.reshape(length, *rows.shape[1:]).movedim(0, dim)
 
 
@@ -87,4 +87,4 @@ def roll_routes(axis: Axis, shift: int, rank: int) -> Routes:
         theirs, place = sources(other)
         give.append(place[theirs == rank])
         take.append(torch.nonzero(mine == other).flatten())
-    return Routes(tuple(give), tuple(take))
+    return Routes(rank, tuple(give), tuple(take))
