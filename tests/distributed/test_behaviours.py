@@ -1,6 +1,7 @@
 """What ranks do around attention: tokens in and out, cross-attention, checkpointing, DTensors, and failures that end with a sentence."""
 
 import distributed_behaviours
+import pytest
 import ranks
 
 
@@ -8,6 +9,13 @@ def test_around_attention():
     results = ranks.run(distributed_behaviours.everything, 3)
     assert all(isinstance(each, list) for each in results), next(each["error"] for each in results if isinstance(each, dict))
     assert len(results[0]) == 9
+
+
+@pytest.mark.slow
+def test_a_transformers_model_under_fsdp2():
+    pytest.importorskip("transformers")
+    for each in ranks.run(distributed_behaviours.in_transformers, 2):
+        assert each == ["logits", "gradients"], each["error"]
 
 
 def test_a_killed_rank_ends_the_others_with_a_message():

@@ -28,5 +28,6 @@ def test_every_family_layout_length_and_dtype(world, sizes):
 
 
 @pytest.mark.slow
-def test_eight_ranks():
-    check(ranks.run(distributed_cases.groups, 8, (8,), "quick", seconds=600))
+@pytest.mark.parametrize(("world", "sizes"), [(4, (2, 3, 4)), (8, (8,))])
+def test_every_case_on_every_number_of_ranks(world, sizes):
+    check(ranks.run(distributed_cases.groups, world, sizes, "all", seconds=600))

@@ -183,6 +183,43 @@ def refused(call, error: type[Exception], words: str) -> None:
     raise AssertionError(f"nothing raised; expected {error.__name__}: {words}")
 
 
+def in_transformers(rank: int, world: int) -> list[str]:
+    """A transformers model, its weights sharded by FSDP2, on ranks that share each sequence: logits and gradients of one process."""
+    import torch.nn.functional as F
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+
+    n, heads, config = 200, (4, 2), {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97}
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))["cp"]
+    plan = distributed.plan(tw.Causal(), n, mesh, heads=heads, head_dim=16, tile=8)
+
+    def context_parallel(module, query, key, value, attention_mask, **options):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return distributed.attention(q, k, v, plan, scale=options.get("scaling")), None
+
+    AttentionInterface.register("tilewise_context_parallel", context_parallel)
+    torch.manual_seed(0)
+    tokens = torch.randint(97, (2, n + 1))
+    found = []
+    for several in (False, True):
+        torch.manual_seed(1)
+        llama = LlamaConfig(**config, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+        model = AutoModelForCausalLM.from_config(llama, attn_implementation="tilewise_context_parallel" if several else "sdpa")
+        inputs, targets, places = tokens[:, :-1], tokens[:, 1:], torch.arange(n)[None]
+        if several:
+            fully_shard(model, mesh=mesh)
+            inputs, targets, places = plan.dispatch(inputs), plan.dispatch(targets), plan.position_ids()[None]
+        logits = model(input_ids=inputs, position_ids=places).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (2 * n)
+        (loss * world if several else loss).backward()  # FSDP2 takes the mean of the ranks' gradients, and theirs are to be added
+        grads = [p.grad.full_tensor() if several else p.grad for p in model.parameters()]
+        found.append((logits.detach() if several else plan.dispatch(logits.detach()), grads))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    return ["logits", "gradients"]
+
+
 def one_is_killed(rank: int, world: int) -> str:
     """The last rank ends before its second call; what the others are told."""
     plan = distributed.plan(tw.Full(), N, dist.group.WORLD, heads=HEADS, head_dim=DIM)
