@@ -193,7 +193,11 @@ def groups(rank: int, world: int, sizes: tuple[int, ...], name: str) -> list[str
     wrong = []
     for size in sizes:
         group = dist.new_group(list(range(size)))
-        cases = {"quick": {2: OPTIONS, 3: EVERY, 4: LAYOUTS}.get(size, []), "all": [*EVERY, *LAYOUTS, *OPTIONS], "matrix": matrix()}[name]
+        cases = {
+            "quick": {2: OPTIONS, 3: EVERY, 4: LAYOUTS}.get(size, []),
+            "all": [*EVERY, *LAYOUTS, *OPTIONS],
+            "matrix": matrix()[:: 1 if size < 8 else 4],
+        }[name]
         if rank < size:
             for case in cases:
                 wrong += [f"{size} ranks, rank {rank}: {each}" for each in compare(case, group, name == "matrix")]

@@ -26,7 +26,9 @@ def run(function: Callable, world: int, *args: Any, seconds: float = SECONDS, ti
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="tilewise-ranks-") as folder:
         port = free_port()
-        processes = [context.Process(target=_one, args=(function, rank, world, port, folder, timeout, args)) for rank in range(world)]
+        processes = [
+            context.Process(target=_one, args=(function, rank, world, port, folder, timeout, args), daemon=True) for rank in range(world)
+        ]
         for process in processes:
             process.start()
         for process in processes:
