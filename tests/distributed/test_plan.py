@@ -191,6 +191,7 @@ def test_wrong_tensors():
         ((q, k[:, :9], k[:, :9]), {}, tw.ShapeError, "k has 9 tokens"),
         ((q[:, :, :2], k, k), {}, tw.ShapeError, "q has 2 heads, the plan was made for heads=(4, 2)"),
         ((q, k, k), {"dropout_p": 0.1}, ValueError, "dropout_seed must be given, the same number on all ranks"),
+        ((q, k, k), {"stages": 3}, ValueError, "stages must divide the 2 key heads that a rank computes, got 3"),
         ((q, k, k), {"return_lse": 1}, ValueError, "return_lse"),
         ((q, k, k.double()), {}, tw.ShapeError, "v"),
         ((q, k, k), {"bias": torch.zeros(7, 9)}, tw.ShapeError, "bias has"),

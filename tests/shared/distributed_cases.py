@@ -97,7 +97,7 @@ def compare(case: Case, mesh, thorough: bool = False) -> list[str]:
         names = ["dq", "dk", "dv", *(f"d_{name}" for name in leaves if name in given)]
         return {"o": o.detach(), "lse": lse.detach()} | dict(zip(names, grads, strict=True))
 
-    def one(q, k, v, **rest):
+    def one(q, k, v, stages=1, **rest):
         return tw.attention(q, k, v, mask=Part(mask, n, [(0, n)]), **rest)
 
     want = run(one, q, k, v, d_o, d_lse, given)
@@ -164,6 +164,8 @@ OPTIONS = [
     Case("prefix", options={"dropout_p": 0.3, "dropout_seed": 5}),
     Case("heads", "ulysses", heads=(4, 4), options={"dropout_p": 0.3, "dropout_seed": 5}, extras=("sink", "alibi", "bias of keys")),
     Case("causal", dtype=torch.bfloat16, dims=(32, 24)),
+    Case("heads", extras=("sink", "alibi", "bias"), heads=(4, 4), options={"stages": 2, "dropout_p": 0.2, "dropout_seed": 3}),
+    Case("documents, window", "ulysses", heads=(16, 8), extras=("sink", "bias of keys"), options={"stages": 2}),
     Case("documents", dtype=torch.float16, batch=2),
     Case("documents, window", dtype=torch.float64, seqlen=400),
     Case("causal", "ulysses", dtype=torch.float64, seqlen=400, heads=(6, 6)),

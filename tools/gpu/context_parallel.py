@@ -35,7 +35,8 @@ from tilewise.runtime import operator
 from tilewise.testing.packs import pack
 
 MASKS = ("full", "causal", "documents", "window")
-SCHEMES = ("tilewise", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "one")
+SCHEMES = ("tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "one")
+STAGES = 2  # parts of the key heads, of which the next is fetched while one is computed
 BUDGET_S = 1.5  # of a measurement, about
 
 
@@ -140,13 +141,13 @@ def arrived(coming: tuple[Tensor, list]) -> Tensor:
 def scheme(name: str, mask: tw.Mask, n: int, heads: tuple[int, int], dim: int, group: Any) -> tuple[distributed.Plan, Callable]:
     """The plan, and a function of this rank's q, k and v."""
     balanced = "zigzag" if mask == tw.Causal() else "contiguous"
-    layout = {"tilewise": "auto", "all-gather": balanced, "ring": balanced}.get(name, name)
+    layout = {"tilewise": "auto", "stages": "auto", "all-gather": balanced, "ring": balanced}.get(name, name)
     plan = distributed.plan(mask, n, group, heads=heads, head_dim=dim, layout=layout)
     if name == "all-gather":
         plan.__dict__["needs"] = [np.array([[0, n]])] * len(plan.rows)
     if name == "ring":
         return plan, lambda q, k, v: Ring.apply(q, k, v, plan)
-    return plan, lambda q, k, v: distributed.attention(q, k, v, plan)
+    return plan, lambda q, k, v: distributed.attention(q, k, v, plan, stages=STAGES if name == "stages" else 1)
 
 
 def check(name: str, n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
@@ -200,16 +201,16 @@ def measure(
     }
     if name not in ("ring", "one"):
         with torch.no_grad():
-            rows, (keys, values) = context._to_group(q, plan), context._keys(k, v, plan)
+            rows, ((keys, values),) = context._to_group(q, plan), context._keys(k, v, plan, 1)
         local = [x.detach().requires_grad_() for x in (rows, keys, values)]
         kernel = partial(tw.attention, mask=plan.local_mask)
         local_o = kernel(*local)
         d_local = context._to_group(d_o, plan)
         phases |= {
-            "gather": lambda: (context._to_group(q, plan), context._keys(k, v, plan)),
+            "gather": lambda: (context._to_group(q, plan), list(context._keys(k, v, plan, 1))),
             "kernel": lambda: kernel(*local),
             "kernel_backward": lambda: torch.autograd.grad(local_o, local, d_local, retain_graph=True),
-            "return": lambda: context._keys_back(keys, values, k, v, plan),
+            "return": lambda: returned(keys, values, k, v, plan),
         }
     taken = {phase: timed(run, device) for phase, run in phases.items()}
     pairs, report = mask.pairs(n, n, 1, heads[0]), plan.report(dtype.itemsize)
@@ -222,6 +223,12 @@ def measure(
         seconds = taken[direction]
         alone = {f"{part}_s": taken[part] for part in parts if part in taken}
         yield row | {"direction": direction, "seconds": seconds, "tflops_per_gpu": flops * pairs * dim / seconds / world / 1e12} | alone
+
+
+def returned(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor, plan: distributed.Plan) -> Any:
+    back = context._KeyGradients(k, v, plan, 1)
+    back.send(d_k, d_v)
+    return back.received()
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:

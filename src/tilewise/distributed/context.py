@@ -5,7 +5,7 @@ the same tiles as one process does, and a row's O, LSE and dQ have the same bits
 to those who hold them, and are added in the order of the ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise import api, errors
-from tilewise.distributed.exchange import collect, give_back
+from tilewise.distributed.exchange import begin, begin_back, collect, finish, finish_back
 from tilewise.distributed.planning import Plan
 from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.masks.arguments import check_count
 from tilewise.runtime import operator
 
 
@@ -27,6 +28,7 @@ class Options(NamedTuple):
     dropout: tuple[float, int | None, int]
     deterministic: bool
     backend: str | None
+    stages: int
 
 
 @torch.compiler.disable
@@ -46,6 +48,7 @@ def attention(
     dropout_offset: int = 0,
     deterministic: bool = False,
     backend: str | None = None,
+    stages: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, in the forward pass and in the backward
@@ -66,6 +69,10 @@ def attention(
         alibi_slopes: (heads_q,) or (batch, heads_q), by positions in the whole sequence.
         sink: (heads_q,); its gradient is of this rank's rows (and heads), to be added up over the ranks.
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
+
+        stages: in so many parts, which divides the key heads that a rank computes, heads are computed one after another, while keys of the next part
+            are
+            fetched: the memory of the fetched keys is as many times smaller. The bits are the same.
 
     The other arguments, and what is returned, are those of `tilewise.attention`, of this rank's tokens. DTensors that are sharded along the sequence
     are taken with layout="contiguous", and O is one, too. torch.compile leaves the call out of its graph.
@@ -91,7 +98,7 @@ def attention(
         )
     bias = None if bias is None else _bias(bias, q, plan)
     plan.check_runs(q.device)
-    options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend)
+    options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, _stages(stages, plan))
     o, lse = _Attention.apply(q, k, v, bias, sink, alibi_slopes, plan, options)
     if placed is not None:
         o = placed(o, like)
@@ -115,6 +122,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
         raise ShapeError(f"the plan's mask is made for batch {plan.mask.extent[0]}, q has {q.shape[0]}; they must agree")
 
 
+def _stages(stages: int, plan: Plan) -> int:
+    here = plan.heads[1] // plan.sharing
+    if check_count("stages", stages, 1) > here or here % stages:
+        raise ValueError(f"stages must divide the {here} key heads that a rank computes, got {stages}")
+    return stages
+
+
 def _bias(bias: Tensor, q: Tensor, plan: Plan) -> Tensor:
     """A bias of 4 dimensions with a column for each key; a view."""
     errors.check_bias(bias, q, plan.k.length)
@@ -128,17 +142,19 @@ def _bias(bias: Tensor, q: Tensor, plan: Plan) -> Tensor:
 
 
 class _Attention(torch.autograd.Function):
-    """What crosses between ranks, and the one call between; the operator's own forward and backward passes compute."""
+    """What crosses between ranks, and the calls between, one for each stage of heads; the operator's own forward and backward passes compute."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, bias, sink, slopes, plan: Plan, options: Options) -> tuple[Tensor, Tensor]:
         queries = _to_group(q, plan)
-        keys, values = _keys(k, v, plan)
-        ctx.grad = any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
-        given = _operands(queries, keys, values, bias, sink, slopes, plan, options)._replace(grad=ctx.grad)
-        o, lse = operator.attend(given)[:2] if queries.shape[1] else _nothing(given)
+        grad = any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
+        found = []
+        for stage, (keys, values) in enumerate(_keys(k, v, plan, options.stages)):
+            given = _operands(queries, keys, values, bias, sink, slopes, plan, options, stage)._replace(grad=grad)
+            found.append(operator.attend(given)[:2] if queries.shape[1] else _nothing(given))
+        o, lse = (torch.cat(x, dim) if options.stages > 1 else x[0] for x, dim in zip(zip(*found, strict=True), (2, 1), strict=True))
         ctx.save_for_backward(queries, k, v, bias, sink, slopes, o, lse)
-        ctx.plan, ctx.options, ctx.rng = plan, options, given.rng
+        ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
         return _from_group(o, q, plan), _rows_from_group(lse, q, plan)
 
@@ -146,40 +162,48 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple:
         queries, k, v, bias, sink, slopes, o, lse = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        keys, values = _keys(k, v, plan)
-        given = _operands(queries, keys, values, bias, sink, slopes, plan, ctx.options)._replace(grad=True)
+        plan, options = ctx.plan, ctx.options
         like = k.new_empty((k.shape[0], plan.seqlen, plan.heads[0], 0))  # a place for this rank's queries
         d_o = torch.zeros_like(o) if d_o is None else _to_group(d_o, plan)
         d_lse = None if d_lse is None else _rows_to_group(d_lse, plan)
         bias_grad = bias is not None and ctx.needs_input_grad[3]
-        if queries.shape[1]:
-            dq, dk, dv, d_bias, d_sink = operator.differentiate(o, lse, d_o, given, d_lse, bias_grad)
-        else:
-            dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-            d_bias = None if given.bias is None else torch.zeros_like(given.bias)
-            d_sink = None if given.sink is None else torch.zeros_like(given.sink)
-        dk, dv = _keys_back(dk, dv, k, v, plan)
-        return (
-            _from_group(dq, like, plan),
-            dk,
-            dv,
-            _all_heads(d_bias, bias, 1, plan) if bias_grad else None,
-            None if sink is None else _all_heads(d_sink, sink, 0, plan),
-            None,
-            None,
-            None,
-        )
+        d_bias, d_sink = (None if x is None else torch.zeros_like(x) for x in (bias if bias_grad else None, sink))
+        dq, back = torch.empty_like(queries), _KeyGradients(k, v, plan, options.stages)
+        for stage, (keys, values) in enumerate(_keys(k, v, plan, options.stages)):
+            if queries.shape[1]:
+                given = _operands(queries, keys, values, bias, sink, slopes, plan, options, stage)._replace(grad=True)
+                mine, heads = _of_stage(plan, options, stage)
+                statistics = (None if x is None else x[:, mine].contiguous() for x in (lse, d_lse))
+                stage_lse, stage_d_lse = statistics
+                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad)
+                dq[:, :, mine] = results[0]
+                if d_bias is not None:
+                    (d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]).add_(results[3])
+                if d_sink is not None:
+                    d_sink[heads] = results[4]
+                back.send(results[1], results[2])
+            else:
+                back.send(torch.zeros_like(keys), torch.zeros_like(values))
+        return _from_group(dq, like, plan), *back.received(), d_bias, d_sink, None, None, None
 
 
-def _operands(queries, keys, values, bias, sink, slopes, plan: Plan, options: Options) -> operator.Operands:
-    """Those of this rank's one call."""
-    heads = plan.head_slices(plan.heads[0])[plan.place.rank]
-    if plan.sharing > 1:
+def _of_stage(plan: Plan, options: Options, stage: int) -> tuple[slice, slice]:
+    """The query heads of a stage, among those that this rank computes and among all."""
+    heads = plan.head_slices(plan.heads[0], stage, options.stages)[plan.place.rank]
+    first = plan.head_slices(plan.heads[0])[plan.place.rank].start
+    return slice(heads.start - first, heads.stop - first), heads
+
+
+def _operands(queries, keys, values, bias, sink, slopes, plan: Plan, options: Options, stage: int) -> operator.Operands:
+    """Those of this rank's call of one stage."""
+    mine, heads = _of_stage(plan, options, stage)
+    if heads.stop - heads.start < plan.heads[0]:
         bias = bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
         sink = None if sink is None else sink[heads]
         slopes = None if slopes is None else slopes[..., heads]
-    given = api.operands(queries, keys, values, plan.local_mask, bias=bias, sink=sink, alibi_slopes=slopes, **options._asdict())
+    mask = plan.mask_of(heads, by_heads=options.dropout[0] > 0.0)
+    call = {name: x for name, x in options._asdict().items() if name != "stages"}
+    given = api.operands(queries[:, :, mine], keys, values, mask, bias=bias, sink=sink, alibi_slopes=slopes, **call)
     if slopes is not None:
         given = given._replace(diagonal=_diagonal(plan, queries.device))
     return given
@@ -198,21 +222,39 @@ def _nothing(given: operator.Operands) -> tuple[Tensor, Tensor]:
     return q.new_zeros((*q.shape[:3], given.v.shape[3])), q.new_zeros((q.shape[0], q.shape[2], 0), dtype=wide)
 
 
-def _keys(k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Keys and values (batch, seqlen_k of the whole sequence, heads here, width) with those filled that this rank's queries need."""
-    packed = torch.cat((k, v), dim=3).transpose(0, 1)
-    slices = plan.head_slices(plan.heads[1])
-    whole = collect(packed, plan.routes_of_keys(k.device), slices, plan.k.length, plan.place.group).transpose(0, 1)
-    return whole[..., : k.shape[3]], whole[..., k.shape[3] :]
+def _keys(k: Tensor, v: Tensor, plan: Plan, stages: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values (batch, seqlen_k of the whole sequence, heads of a stage, width) with those filled that this rank's queries need. Those of the
+    next stage are fetched meanwhile.
+    """
+    packed, routes = torch.cat((k, v), dim=3).transpose(0, 1), plan.routes_of_keys(k.device)
+    heads = [plan.head_slices(plan.heads[1], stage, stages) for stage in range(stages)]
+    ahead = begin(packed, routes, heads[0], plan.place.group)
+    for stage in range(stages):
+        now, ahead = ahead, None if stage == stages - 1 else begin(packed, routes, heads[stage + 1], plan.place.group)
+        whole = finish(now, packed, routes, heads[stage], plan.k.length).transpose(0, 1)
+        yield whole[..., : k.shape[3]], whole[..., k.shape[3] :]
 
 
-def _keys_back(dk: Tensor, dv: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Sequence[Tensor]:
-    """Gradients of this rank's keys and values."""
-    packed = torch.cat((dk, dv), dim=3).transpose(0, 1)
-    like = torch.empty((k.shape[1], k.shape[0], k.shape[2], packed.shape[3]), device="meta")
-    slices = plan.head_slices(plan.heads[1])
-    whole = give_back(packed, plan.routes_of_keys(k.device), slices, like, plan.place.group, adds=len(plan.rows) > 1)
-    return whole.transpose(0, 1).split([k.shape[3], v.shape[3]], dim=3)
+class _KeyGradients:
+    """Gradients of keys and values on their way back to those who hold them, stage by stage."""
+
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, stages: int) -> None:
+        self.k, self.v, self.plan, self.stages, self.underway = k, v, plan, stages, []
+        self.routes = plan.routes_of_keys(k.device)
+
+    def send(self, dk: Tensor, dv: Tensor) -> None:
+        packed = torch.cat((dk, dv), dim=3).transpose(0, 1)
+        mine = packed[self.routes.take[self.plan.place.rank]]
+        self.underway.append((begin_back(packed, self.routes, self.plan.place.group), mine))
+
+    def received(self) -> Sequence[Tensor]:
+        """dK and dV of this rank's keys."""
+        k, v, adds = self.k, self.v, len(self.plan.rows) > 1
+        wide = k.dtype if k.dtype == torch.float64 or not adds else torch.float32
+        out = torch.zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=wide, device=k.device)
+        for stage, (underway, mine) in enumerate(self.underway):
+            finish_back(underway, mine, self.routes, self.plan.head_slices(self.plan.heads[1], stage, self.stages), out, adds)
+        return out.to(k.dtype).transpose(0, 1).split([k.shape[3], v.shape[3]], dim=3)
 
 
 def _to_group(x: Tensor, plan: Plan) -> Tensor:
@@ -228,9 +270,11 @@ def _from_group(x: Tensor, like: Tensor, plan: Plan) -> Tensor:
     """The inverse of `_to_group`, for a tensor of another width; like: (batch, tokens, heads_q, any)."""
     if plan.sharing == 1:
         return x
-    routes, slices = plan.routes_of_queries(x.device), plan.head_slices(plan.heads[0])
-    shape = torch.empty((like.shape[1], like.shape[0], like.shape[2], x.shape[3]), device="meta")
-    return give_back(x.transpose(0, 1), routes, slices, shape, plan.place.group, adds=False).transpose(0, 1)
+    routes, rows = plan.routes_of_queries(x.device), x.transpose(0, 1)
+    out = x.new_empty((like.shape[1], like.shape[0], like.shape[2], x.shape[3]))
+    mine = rows[routes.take[plan.place.rank]]
+    finish_back(begin_back(rows, routes, plan.place.group), mine, routes, plan.head_slices(plan.heads[0]), out, adds=False)
+    return out.transpose(0, 1)
 
 
 def _rows_to_group(x: Tensor, plan: Plan) -> Tensor:
@@ -240,13 +284,3 @@ def _rows_to_group(x: Tensor, plan: Plan) -> Tensor:
 
 def _rows_from_group(x: Tensor, like: Tensor, plan: Plan) -> Tensor:
     return x if plan.sharing == 1 else _from_group(x.transpose(1, 2)[..., None], like, plan)[..., 0].transpose(1, 2).contiguous()
-
-
-def _all_heads(grad: Tensor, like: Tensor, dim: int, plan: Plan) -> Tensor:
-    """A gradient of this rank's heads as one of all: zeros for the others'."""
-    if plan.sharing == 1 or like.shape[dim] == 1:
-        return grad
-    whole = torch.zeros_like(like)
-    heads = plan.head_slices(plan.heads[0])[plan.place.rank]
-    whole.narrow(dim, heads.start, heads.stop - heads.start).copy_(grad)
-    return whole

@@ -5,6 +5,7 @@ A tensor is (tokens, batch, heads, width) here. `heads[r]` is the slice of heads
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,58 +16,80 @@ from tilewise.distributed.axis import Routes
 Group = dist.ProcessGroup | None
 
 
+class Underway(NamedTuple):
+    """Rows on their way: `arrived` (rows, batch, heads, width) holds them, by rank, once `work` is done; None: there are none."""
+
+    arrived: Tensor
+    work: dist.Work | None
+
+    def rows(self) -> Tensor:
+        """Those rows; the current stream, or this thread, waits for them."""
+        if self.work is not None:
+            with told("an exchange"):
+                self.work.wait()
+        return self.arrived
+
+
+def begin(x: Tensor, routes: Routes, heads: Sequence[slice], group: Group) -> Underway:
+    """Send this rank's tokens x (all heads) to those who want them, each its heads."""
+    shape = x.shape[1], _width(heads[routes.rank]), x.shape[3]
+    if not routes.others:
+        return Underway(x.new_empty((0, *shape)), None)
+    if shape[1] == x.shape[2]:
+        sent = x[routes.given].reshape(-1)
+    else:
+        sent = torch.cat([x[routes.give[r]][:, :, heads[r]].reshape(-1) for r in routes.others])
+    return _swapped(sent, routes.give, routes.take, shape, routes.rank, group)
+
+
+def finish(underway: Underway, x: Tensor, routes: Routes, heads: Sequence[slice], length: int) -> Tensor:
+    """(length, batch, heads here, width): the tokens that this rank takes, where `routes` says, and zeros between."""
+    out = x.new_zeros((length, *underway.arrived.shape[1:]))
+    out.index_copy_(0, routes.take[routes.rank], x[routes.give[routes.rank]][:, :, heads[routes.rank]])
+    return out.index_copy_(0, routes.taken, underway.rows())
+
+
 def collect(x: Tensor, routes: Routes, heads: Sequence[slice], length: int, group: Group) -> Tensor:
-    """(length, batch, heads here, width): the tokens that this rank takes, where `routes` says, and zeros between.
+    """`begin`, then `finish`."""
+    return finish(begin(x, routes, heads, group), x, routes, heads, length)
 
-    x: this rank's tokens, all heads.
+
+def begin_back(x: Tensor, routes: Routes, group: Group) -> Underway:
+    """Send what this rank made of the tokens that it took, x (length, batch, heads here, width), to those who hold them."""
+    if not routes.others:
+        return Underway(x[:0], None)
+    return _swapped(x[routes.taken].reshape(-1), routes.take, routes.give, tuple(x.shape[1:]), routes.rank, group)
+
+
+def finish_back(underway: Underway, own: Tensor, routes: Routes, heads: Sequence[slice], out: Tensor, adds: bool) -> None:
+    """Put what all ranks made of this rank's tokens into `out` (tokens, batch, heads, width): added in the order of the ranks, in out's dtype, where
+    several ranks may have a part of one token and head (`adds`). own: what this rank made of its own.
     """
-    here = heads[routes.rank]
-    out = x.new_zeros((length, x.shape[1], _width(here), x.shape[3]))
-    if routes.others:
-        if _width(here) == x.shape[2]:
-            sent = x[routes.given].reshape(-1)
-        else:
-            sent = torch.cat([x[routes.give[r]][:, :, heads[r]].reshape(-1) for r in routes.others])
-        out.index_copy_(0, routes.taken, _swapped(sent, routes.give, routes.take, out, routes.rank, group))
-    return out.index_copy_(0, routes.take[routes.rank], x[routes.give[routes.rank]][:, :, here])
-
-
-def give_back(x: Tensor, routes: Routes, heads: Sequence[slice], like: Tensor, group: Group, adds: bool) -> Tensor:
-    """(tokens, batch, heads, width), shaped as `like`, this rank's tokens: what all ranks made of them.
-
-    x: (length, batch, heads here, width). adds: several ranks may have a part of one token and head; the parts are added in fp32 (fp64 for fp64), in
-    the order of the ranks. Otherwise one has it.
-    """
-    parts = {routes.rank: x[routes.take[routes.rank]]}
-    if routes.others:
-        came = _swapped(x[routes.taken].reshape(-1), routes.take, routes.give, x, routes.rank, group)
-        parts |= zip(routes.others, came.split([len(routes.give[r]) for r in routes.others]), strict=True)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = torch.zeros(like.shape, dtype=wide if adds else x.dtype, device=x.device)
+    came = underway.rows().split([len(routes.give[r]) for r in routes.others]) if routes.others else ()
+    parts = {routes.rank: own} | dict(zip(routes.others, came, strict=True))
     for r, part in sorted(parts.items()):
         mine = out[:, :, heads[r]]
         if adds:
-            mine.index_add_(0, routes.give[r], part.to(wide))
+            mine.index_add_(0, routes.give[r], part.to(out.dtype))
         else:
-            mine.index_copy_(0, routes.give[r], part)
-    return out.to(x.dtype)
+            mine.index_copy_(0, routes.give[r], part.to(out.dtype))
 
 
 def _width(heads: slice) -> int:
     return heads.stop - heads.start
 
 
-def _swapped(sent: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], like: Tensor, rank: int, group: Group) -> Tensor:
-    """(rows, batch, heads, width), rows as those of `like`: what the others sent, by rank; sent: what they are sent, flat.
+def _swapped(sent: Tensor, there: Sequence[Tensor], here: Sequence[Tensor], shape: tuple[int, ...], rank: int, group: Group) -> Underway:
+    """Rows of `shape`: what the others send, by rank; sent: what they are sent, flat, which stays alive until it is.
 
     there, here: of each rank, as many as the rows that it is sent and that it sends.
     """
-    row = like.shape[1] * like.shape[2] * like.shape[3]
+    row = shape[0] * shape[1] * shape[2]
     given, taken = ([0 if r == rank else len(each) * row for r, each in enumerate(side)] for side in (there, here))
-    received = like.new_empty(sum(taken))
+    received = sent.new_empty(sum(taken))
     with told("an exchange"):
-        dist.all_to_all_single(received, sent, taken, given, group=group)
-    return received.view(sum(len(each) for r, each in enumerate(here) if r != rank), *like.shape[1:])
+        work = dist.all_to_all_single(received, sent, taken, given, group=group, async_op=True)
+    return Underway(received.view(sum(len(each) for r, each in enumerate(here) if r != rank), *shape), work)
 
 
 @contextmanager

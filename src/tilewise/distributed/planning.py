@@ -176,12 +176,15 @@ class Plan:
         sizes = self.q.length, self.k.length, self.place.world, self.heads, self.head_dim, self.batch, self.rows, self.k.ranges
         return hashlib.sha256(repr((self.mask._key(), sizes)).encode()).hexdigest()
 
-    @cached_property
+    @property
     def local_mask(self) -> Mask:
         """The mask of this rank's call: its group's queries and its heads, against all keys."""
-        first = self.place.rank % self.sharing * (self.heads[0] // self.sharing)
-        heads = None if self.sharing == 1 else (first, first + self.heads[0] // self.sharing, self.heads[0])
-        return Part(self.mask, self.q.length, self.rows[self.group], heads)
+        return self.mask_of(self.head_slices(self.heads[0])[self.place.rank], by_heads=True)
+
+    def mask_of(self, heads: slice, by_heads: bool) -> Mask:
+        """The mask of this rank's queries and these of all query heads; by_heads: the heads matter also where the mask is the same for all."""
+        named = heads.stop - heads.start < self.heads[0] and (by_heads or self.mask.extent[1] != 1)
+        return Part(self.mask, self.q.length, self.rows[self.group], (heads.start, heads.stop, self.heads[0]) if named else None)
 
     @cached_property
     def needs(self) -> list[ndarray]:
@@ -228,10 +231,11 @@ class Plan:
                 f"{(self.k if keys else self.q).length}; plan.dispatch gives them"
             )
 
-    def head_slices(self, heads: int) -> list[slice]:
-        """Of each rank the heads that it computes, of `heads` query or key heads."""
-        width = heads // self.sharing
-        return [slice(r % self.sharing * width, (r % self.sharing + 1) * width) for r in range(self.place.world)]
+    def head_slices(self, heads: int, stage: int = 0, stages: int = 1) -> list[slice]:
+        """Of each rank the heads that it computes, of `heads` query or key heads: all, or the stage-th of `stages` equal parts."""
+        width = heads // self.sharing // stages
+        starts = [r % self.sharing * (heads // self.sharing) + stage * width for r in range(self.place.world)]
+        return [slice(start, start + width) for start in starts]
 
     def routes_of_keys(self, device: torch.device) -> Routes:
         """Keys to the ranks whose queries see them, each to its own position."""
