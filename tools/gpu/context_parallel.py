@@ -5,8 +5,8 @@ torchrun --nproc-per-node 2 tools/gpu/context_parallel.py --device cpu      a re
 
 First, bit by bit: O, LSE and dQ of each rank beside those of one device, which computes the whole sequence; dK and dV within rounding of the same.
 Then times, a line of JSON each: a forward pass and a backward pass, and alone what they consist of (gather, kernel, return), of the slowest rank
-the median; TFLOP/s of a GPU count visible pairs. Schemes: tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges
-partial results.
+the median; TFLOP/s of a GPU count visible pairs. kernel_of_mask is the same by the kernels that causal masks and windows have of their own. Schemes:
+tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results.
 Exits with 1 where bits differ.
 """
 
@@ -195,6 +195,7 @@ def measure(
     q, k, v, d_o = (plan.dispatch(x) for x in tensors(n, heads, dim, device, dtype))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     o = attend(*inputs)
+    same = None
     phases: dict[str, Callable[[], Any]] = {
         "forward": lambda: attend(*inputs),
         "backward": lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True),
@@ -212,17 +213,47 @@ def measure(
             "kernel_backward": lambda: torch.autograd.grad(local_o, local, d_local, retain_graph=True),
             "return": lambda: returned(keys, values, k, v, plan),
         }
+        if ranges := by_ranges(mask_name, plan):
+
+            def apart() -> Tensor:
+                return torch.cat([tw.attention(local[0][:, rows], *local[1:], mask=each) for rows, each in ranges], dim=1)
+
+            apart_o = apart()
+            same = agreed(torch.equal(apart_o.detach(), local_o.detach()), device)
+            phases |= {
+                "kernel_of_mask": apart,
+                "kernel_of_mask_backward": lambda: torch.autograd.grad(apart_o, local, d_local, retain_graph=True),
+            }
     taken = {phase: timed(run, device) for phase, run in phases.items()}
     pairs, report = mask.pairs(n, n, 1, heads[0]), plan.report(dtype.itemsize)
     row = {"scheme": name, "mask": mask_name, "seqlen": n, "heads": heads, "head_dim": dim, "dtype": str(dtype)[6:], "world": world}
     row |= {"imbalance": report.imbalance, "traffic": report.traffic, "predicted_s": report.seconds}
+    row |= {} if same is None else {"kernel_of_mask_same_bits": same}
     for direction, flops, parts in (
-        ("forward", 4, ("gather", "kernel")),
-        ("backward", 10, ("gather", "kernel_backward", "return")),
+        ("forward", 4, ("gather", "kernel", "kernel_of_mask")),
+        ("backward", 10, ("gather", "kernel_backward", "kernel_of_mask_backward", "return")),
     ):
         seconds = taken[direction]
         alone = {f"{part}_s": taken[part] for part in parts if part in taken}
         yield row | {"direction": direction, "seconds": seconds, "tflops_per_gpu": flops * pairs * dim / seconds / world / 1e12} | alone
+
+
+def by_ranges(mask_name: str, plan: distributed.Plan) -> list[tuple[slice, tw.Mask]]:
+    """This rank's computation as a call for each range of rows, by the kernel that the mask has on one GPU; empty where there is none. Whether that
+    is faster than one call by tiles, and has its bits, is to be seen.
+    """
+    masks = {
+        "full": lambda first: tw.Full(),
+        "causal": lambda first: tw.Causal("top_left", first),
+        "window": lambda first: tw.SlidingWindow(1023, 0, "top_left", first),
+    }
+    if mask_name not in masks:
+        return []
+    found, start = [], 0
+    for first, last in plan.rows[plan.group]:
+        found.append((slice(start, start + last - first), masks[mask_name](first)))
+        start += last - first
+    return found
 
 
 def returned(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor, plan: distributed.Plan) -> Any:
