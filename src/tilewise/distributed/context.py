@@ -51,8 +51,7 @@ def attention(
     stages: int = 1,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, in the forward pass and in the backward
-    pass.
+    """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, forward and backward.
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
     runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, in fp32 (fp64 for
@@ -69,17 +68,15 @@ def attention(
         alibi_slopes: (heads_q,) or (batch, heads_q), by positions in the whole sequence.
         sink: (heads_q,); its gradient is of this rank's rows (and heads), to be added up over the ranks.
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
-
-        stages: in so many parts, which divides the key heads that a rank computes, heads are computed one after another, while keys of the next part
-            are
-            fetched: the memory of the fetched keys is as many times smaller. The bits are the same.
+        stages: heads are computed in so many parts, which divide the key heads of a rank, while the keys of the next part are fetched. The memory of
+            the fetched keys is as many times smaller; the bits are the same.
 
     The other arguments, and what is returned, are those of `tilewise.attention`, of this rank's tokens. DTensors that are sharded along the sequence
     are taken with layout="contiguous", and O is one, too. torch.compile leaves the call out of its graph.
 
     Raises:
-        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; tensors that are not of this rank's tokens; plans that differ between
-        ranks. RuntimeError: another rank ended, or made another call, as the group's timeout found.
+        ShapeError, ValueError, UnsupportedError: as `tilewise.attention`; other tokens than this rank's; plans that differ between ranks.
+        RuntimeError: another rank ended, or made another call, as the group's timeout found.
     """
     if any(type(x).__name__ == "DTensor" for x in (q, k, v)):
         from tilewise.distributed.dtensor import local, placed
@@ -97,6 +94,10 @@ def attention(
             "dropout_seed must be given, the same number on all ranks: drawn from torch's generator, each rank would have its own"
         )
     bias = None if bias is None else _bias(bias, q, plan)
+    if alibi_slopes is not None:
+        errors.check_alibi(alibi_slopes, q, q.shape[0], plan.heads[0])
+    if sink is not None:
+        errors.check_sink(sink, q, plan.heads[0])
     plan.check_runs(q.device)
     options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, _stages(stages, plan))
     o, lse = _Attention.apply(q, k, v, bias, sink, alibi_slopes, plan, options)
@@ -112,12 +113,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
     axes = "batch", "tokens", "heads", "head_dim"
     for name, x in (("q", q), ("k", k), ("v", v)):
         errors.check_tensor(name, x, axes)
-        errors.check_like(name, x, q)
-        errors.check_size(name, "batch", x.shape[0], q.shape[0], "q")
         plan.check_local(name, x.shape[1], keys=name != "q")
         heads = plan.heads[name != "q"]
         if x.shape[2] != heads:
             raise ShapeError(f"{name} has {x.shape[2]} heads, the plan was made for heads={plan.heads}")
+    errors.check_qkv(q, k, v)
     if plan.mask.extent[0] not in (1, q.shape[0]):
         raise ShapeError(f"the plan's mask is made for batch {plan.mask.extent[0]}, q has {q.shape[0]}; they must agree")
 
