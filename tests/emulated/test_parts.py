@@ -19,10 +19,11 @@ MASKS = [
 ]
 
 
+@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (128, 256))])
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
-def test_rows_have_the_bits_of_the_whole_call(mask):
+def test_rows_have_the_bits_of_the_whole_call(mask, dim):
     generator = torch.Generator().manual_seed(1)
-    q, k, v, d_o = (torch.randn(1, N, heads, 64, generator=generator).bfloat16() for heads in (2, 1, 1, 2))
+    q, k, v, d_o = (torch.randn(1, N, heads, dim, generator=generator).bfloat16() for heads in (2, 1, 1, 2))
     places = torch.cat([torch.arange(*rows) for rows in ROWS])
 
     def results(q, d_o, rows):
