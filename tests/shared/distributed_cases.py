@@ -165,7 +165,7 @@ OPTIONS = [
     Case("heads", "ulysses", heads=(4, 4), options={"dropout_p": 0.3, "dropout_seed": 5}, extras=("sink", "alibi", "bias of keys")),
     Case("causal", dtype=torch.bfloat16, dims=(32, 24)),
     Case("heads", extras=("sink", "alibi", "bias"), heads=(4, 4), options={"stages": 2, "dropout_p": 0.2, "dropout_seed": 3}),
-    Case("documents, window", "ulysses", heads=(16, 8), extras=("sink", "bias of keys"), options={"stages": 2}),
+    Case("documents, window", "ulysses", heads=(32, 16), extras=("sink", "bias of keys"), options={"stages": 2}),
     Case("documents", dtype=torch.float16, batch=2),
     Case("documents, window", dtype=torch.float64, seqlen=400),
     Case("causal", "ulysses", dtype=torch.float64, seqlen=400, heads=(6, 6)),
