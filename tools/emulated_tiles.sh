@@ -15,4 +15,4 @@ print(build("-DEMULATE_TILES=ON", to=Path(sys.argv[1])))
 PY
 # What is about the system's permission has nothing to ask for here.
 TILEWISE_CPU_LIBRARY="$folder/libtilewise_cpu.so" "$PYTHON" -m pytest -p no:cacheprovider -q tests/backends/cpu/test_amx.py \
-  tests/backends/cpu/test_conformance.py tests/backends/cpu/test_nonfinite.py -k "amx and not permission" "$@"
+  tests/backends/cpu/test_conformance.py tests/backends/cpu/test_nonfinite.py tests/backends/cpu/test_parts.py -k "amx and not permission" "$@"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS
-from tilewise.masks import Mask, Unread
+from tilewise.masks import Mask, Part, Unread
 
 INT32 = 2**31 - 1
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
@@ -27,10 +27,21 @@ class Dropout(NamedTuple):
     p: float
     seed: int
     offset: int
+    part: Part | None = None  # where i and h are counted in a larger call: whose rows and heads these are
 
     def drawn_by(self, rng: Tensor) -> "Dropout":
         """With the random state of another call, (2,) int64 on the CPU: seed and offset."""
-        return Dropout(self.p, *rng.tolist())
+        return Dropout(self.p, *rng.tolist(), self.part)
+
+    def rows(self, device: torch.device | str) -> Tensor | None:
+        """i of each query, (seqlen_q,) int64; None where they are 0, 1, ..."""
+        if self.part is None:
+            return None
+        return torch.cat([torch.arange(*ends, dtype=torch.int64, device=device) for ends in ((0, 0), *self.part.rows)])
+
+    def heads(self, heads_q: int) -> tuple[int, int]:
+        """h of the first query head, and how many heads there are, of which the call has heads_q."""
+        return (0, heads_q) if self.part is None or self.part.heads is None else self.part.heads[::2]
 
 
 class Extras(NamedTuple):
@@ -79,6 +90,7 @@ class Problem:
     row_max: bool = False
     precision: str | None = None  # the recipe by which 16-bit inputs are quantised: a name of backends/eight_bits.py's RECIPES
     scales: tuple[str, str, str] | None = None  # of q, k and v in 8 bits: "tensor", "head", "token" or "tile" each; None: no scale
+    dropout_of_part: bool = False  # whether dropout counts the rows and heads of a larger call (`Dropout.part`)
 
     @property
     def eight_bits(self) -> bool:
@@ -185,6 +197,7 @@ class Call:
             self.row_max,
             self.precision,
             self.scales,
+            self.dropout is not None and self.dropout.part is not None,
         )
 
     @property

@@ -380,7 +380,7 @@ def test_without_rich_and_matplotlib():
     found = subprocess.run([sys.executable, "-c", WITHOUT_PRINTERS], capture_output=True, text=True)
     lines, said = found.stdout.splitlines(), "the package 'rich' is not installed; install it with: pip install \"tilewise[cli]\""
     printing = lines[0].split()
-    assert set(printing) - {"tilewise.demo.job", "tilewise.demo.serve", "tilewise.display.progress"} == {
+    assert set(printing) - {"tilewise.demo.job", "tilewise.demo.serve", "tilewise.demo.several", "tilewise.display.progress"} == {
         f"tilewise.cli.{name}" for name in ("ahead", "commands", "decoding", "kernels", "ladder", "output", "training", "triton_tune")
     }
     assert "Backends, for causal attention with gradients" in lines and lines[-1].endswith("or take format='text'")

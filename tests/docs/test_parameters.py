@@ -7,7 +7,14 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "tilewise"
 LAUNCH, OTHERS = 10, 12
-PUBLIC = {("api.py", "attention"), ("varlen.py", "attention_varlen"), ("decoding.py", "decode"), ("decoding.py", "append")}
+PUBLIC = {
+    ("api.py", "attention"),
+    ("varlen.py", "attention_varlen"),
+    ("decoding.py", "decode"),
+    ("decoding.py", "append"),
+    ("distributed/context.py", "attention"),
+    ("distributed/decoding.py", "decode"),
+}
 OPERATORS = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_forward", "_flash_attention_backward")
 PUBLIC |= {("compat/torch_flash.py", name) for name in OPERATORS}  # whose signatures are torch's
 

@@ -63,16 +63,18 @@ def keep(
 ) -> Tensor:
     """Which pairs of queries [i0, i1) and keys [j0, j1) are kept: bool (len(batch), len(heads), i1 - i0, j1 - j0).
 
-    `batch` and `heads` are ranges or 1-D int64 tensors of indices into the whole problem; `heads_q` is the problem's number of query heads.
+    `batch` and `heads` are ranges or 1-D int64 tensors of indices into the whole problem; `heads_q` is the problem's number of query heads. Where
+    that is a part of a larger one (`Dropout.part`), it is the larger one whose pairs these are.
     """
     b, h = (_indices(x, device) for x in (batch, heads))
     new = {"dtype": torch.int64, "device": device}
-    row = torch.arange(i0, i1, **new)
+    rows, (first_head, every) = dropout.rows(device), dropout.heads(heads_q)
+    row = torch.arange(i0, i1, **new) if rows is None else rows[i0:i1]
     block = torch.arange(j0 // 4, -(-j1 // 4), **new)  # one call of the generator serves four keys
     counter = (
         block,
         row[:, None],
-        (b[:, None] * heads_q + h)[..., None, None] & _MASK,
+        (b[:, None] * every + first_head + h)[..., None, None] & _MASK,
         torch.tensor(dropout.offset & _MASK, **new),
     )
     words = torch.stack(philox(counter, key_of(dropout)), dim=-1)

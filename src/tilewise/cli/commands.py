@@ -25,6 +25,12 @@ def demo(options: Namespace) -> int:
 
     if options.device is not None:
         require(options.device)
+    if options.ranks is not None:
+        from tilewise.demo import several
+
+        given = {name: x for name in ("batch", "context", "seed") if (x := getattr(options, name)) is not None}
+        wanted = several.Options(ranks=options.ranks, steps=min(options.steps, several.MOST_STEPS), **given)
+        return OK if several.run(wanted, console_for_tables()) else FAILED
     if options.serve:
         return OK if serve.run(serve.ServeOptions(device=options.device, seed=options.seed), console_for_tables()) else FAILED
     require_writable(options.out)

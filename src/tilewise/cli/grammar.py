@@ -26,7 +26,8 @@ EXAMPLES = {
     "demo": """  tilewise demo                                  the whole demo, under 3 minutes on 2 cores
   tilewise demo --out report.html --steps 40     a shorter training
   tilewise demo --seqlens 512,1024,2048          a shorter sweep
-  tilewise demo --serve                          a server in place of the training: paged cache, shared prefixes, speculative trees""",
+  tilewise demo --serve                          a server in place of the training: paged cache, shared prefixes, speculative trees
+  tilewise demo --ranks 2                        two processes share each sequence of the training: the losses of one, to the last bit""",
     "check": """  tilewise check                                 the quick grid on every backend of this machine
   tilewise check --full --backend tiled          the full grid on one backend
   tilewise check --case bf16                     the cases with bf16 in their names""",
@@ -236,6 +237,12 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("tilewise-report.html"), metavar="FILE", help="the page to write (default: %(default)s)"
     )
     command.add_argument("--serve", action="store_true", help="generate text with a small server instead, and write no page")
+    command.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="train in N processes on the CPU that share each sequence instead, beside one process, bit by bit",
+    )
     command.add_argument("--steps", type=_positive, default=120, metavar="N", help="training steps (default: %(default)s)")
     command.add_argument("--batch", type=_positive, metavar="N", help="windows of text a step (default: 2, on a GPU 16)")
     command.add_argument("--context", type=_positive, metavar="N", help="bytes a window (default: 1024, on a GPU 4096)")

@@ -70,10 +70,16 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        return self.after_attention(x, self.attention(*self.before_attention(x, angles)))
+
+    def before_attention(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, rotated."""
         qkv = self.qkv(self.norm_attention(x)).unflatten(-1, (-1, self.head_dim))  # (batch, seqlen, heads_q + 2 heads_k, head_dim)
         heads_k = self.kv_width // self.head_dim
         q, k, v = qkv.split((qkv.shape[2] - 2 * heads_k, heads_k, heads_k), dim=2)
-        o = self.attention(rotate(q, angles), rotate(k, angles), v)
+        return rotate(q, angles), rotate(k, angles), v
+
+    def after_attention(self, x: Tensor, o: Tensor) -> Tensor:
         x = x + self.out(o.flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 

@@ -18,6 +18,7 @@ from tilewise.masks.constructors import (
 from tilewise.masks.dense import Dense
 from tilewise.masks.mask import Full, Mask, Plane
 from tilewise.masks.padding import Padding
+from tilewise.masks.part import Part
 
 __all__ = [
     "Band",
@@ -32,6 +33,7 @@ __all__ = [
     "Full",
     "Mask",
     "Padding",
+    "Part",
     "PerHead",
     "Plane",
     "PrefixLM",

@@ -24,6 +24,7 @@ from tilewise.masks.bitmap import Recent
 from tilewise.masks.dense import Dense, Packed
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
 from tilewise.masks.padding import Padding
+from tilewise.masks.part import Part
 from tilewise.masks.text import SHORT, evaluate
 
 LONG_BYTES = 32 << 20  # of masks with long texts
@@ -414,6 +415,7 @@ CONSTRUCTORS = {
         Dense,
         Packed,
         Padding,
+        Part,
         PerHead,
         Transpose,
         Unread,

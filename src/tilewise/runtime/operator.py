@@ -63,11 +63,11 @@ BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
 
 def call_of(given: Operands | BackwardOperands) -> Call:
     """The `Call` that the operands describe."""
-    dropout = None
+    dropout, mask = None, masks.parse(given.mask, op.held(given))
     if given.rng is not None and given.dropout_p > 0.0:
-        dropout = Dropout(given.dropout_p, *given.rng.tolist())
+        dropout = Dropout(given.dropout_p, *given.rng.tolist(), mask if isinstance(mask, masks.Part) else None)
     return Call(
-        mask=masks.parse(given.mask, op.held(given)),
+        mask=mask,
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         dropout=dropout,
         **{name: getattr(given, name) for name in AS_IN_CALL},

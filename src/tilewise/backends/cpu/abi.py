@@ -5,7 +5,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 NAME = "libtilewise_cpu.so"  # of the compiled kernel
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
@@ -81,6 +81,10 @@ class Args(ctypes.Structure):
         ("bounds", c_void_p),
         ("document_planes", c_void_p),
         ("document_few", c_void_p),
+        ("whole_q", c_int64),
+        ("rows", c_void_p),
+        ("first_head", c_int64),
+        ("all_heads", c_int64),
         ("seqlens_k", c_void_p),
         ("page_table", c_void_p),
         ("page_size", c_int64),

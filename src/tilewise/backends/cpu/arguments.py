@@ -17,12 +17,17 @@ DTYPES = {torch.float32: abi.FP32, torch.bfloat16: abi.BF16, torch.float16: abi.
 _WORD = 0xFFFFFFFF
 
 
-def add_dropout(args: abi.Args, dropout: Dropout) -> None:
-    p, seed, offset = dropout
+def add_dropout(args: abi.Args, dropout: Dropout) -> Tensor | None:
+    """Give the arguments dropout; what must stay alive while they are used."""
+    p, seed, offset, _ = dropout
     args.dropout_key[:] = seed & _WORD, seed >> 32 & _WORD
     args.dropout_offset = offset & _WORD
     args.dropout_threshold = min(threshold(p), _WORD)
     args.dropout_rescale = keep_scale(p)
+    args.first_head, args.all_heads = dropout.heads(args.heads_q)
+    if (rows := dropout.rows(CPU)) is not None:
+        args.rows = rows.data_ptr()
+    return rows
 
 
 def add_tensors(args: abi.Args, bias: Tensor | None, alibi_slopes: Tensor | None, sink: Tensor | None) -> tuple[abi.Args, list]:

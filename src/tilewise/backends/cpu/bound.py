@@ -11,7 +11,7 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, add_dropout, add_tensors, in_order, plain, rows, set_broadcast, set_tensor, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import nbytes
-from tilewise.backends.cpu.ways import choose_backward, choose_forward
+from tilewise.backends.cpu.ways import choose_backward, choose_forward, whole_queries
 from tilewise.errors import check_memory
 from tilewise.masks import Unread
 from tilewise.problem import Call, gradient_like
@@ -31,6 +31,7 @@ class Bound:
     ) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
         self.args, self.lse_shape = plain(call.q, call.k, call.v, call.scale, call.softcap, isa), (batch, heads_q, seqlen_q)
+        self.args.whole_q = whole_queries(call)
         self.tables, self.gradient = [] if most is None else choose_forward(self.args, call, most), gradient
         self.like = replace(
             call, **{name: _on_meta(getattr(call, name)) for name in ("q", "k", "v")}, bias=None, alibi_slopes=None, sink=None, out=None
@@ -154,7 +155,7 @@ class Bound:
         check_memory(bias=bias, alibi_slopes=slopes, sink=sink)
         args, keep = add_tensors(abi.Args.from_buffer_copy(self.args), bias, slopes, sink)
         if self.like.dropout is not None:
-            add_dropout(args, self.like.dropout if rng is None else self.like.dropout.drawn_by(rng))
+            keep.append(add_dropout(args, self.like.dropout if rng is None else self.like.dropout.drawn_by(rng)))
         if self.like.diagonal is not None:
             keep.append(diagonal := self.like.diagonal.long().contiguous())
             args.diagonal = diagonal.data_ptr()

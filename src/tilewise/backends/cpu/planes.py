@@ -19,7 +19,6 @@ from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.mask import Mask, Plane
 from tilewise.masks.tiles import Kind, lower
 
-FEW = 4  # so many bands are looked at one by one; above, they are listed by row block
 TILE_N = 96  # keys of a tile of a bitmap that is classified as a whole
 SLACK = 8  # bytes the kernel may read beyond the end of a row of bits
 
@@ -106,12 +105,15 @@ def table_of(region: Bands | Bitmap, kept: list) -> abi.PlaneArg:
     if isinstance(region, Bitmap):
         return _bitmap_plane(region, kept)
     plane = abi.PlaneArg(bands=_address(region.table, kept), n_bands=len(region))
-    if len(region) > FEW:
+    if len(region) > 1:  # in an order that follows from the rows of a block alone, as bits do
         table = region.table
         first = table[:, 0] // abi.ROW_BLOCK
         band, place = expand((table[:, 1] - 1) // abi.ROW_BLOCK + 1 - first)
         block = first[band] + place
-        order = np.lexsort((table[band, 2], block))
+        begin = np.maximum(
+            table[band, 2], np.maximum(table[band, 0], block * abi.ROW_BLOCK) + table[band, 4]
+        )  # its first key in these rows
+        order = np.lexsort((begin, block))
         plane.row_ptr, plane.row_bands = _lists(block[order], band[order], region.seqlen_q, kept)
     return plane
 

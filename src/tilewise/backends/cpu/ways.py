@@ -13,7 +13,7 @@ from numpy import ndarray
 
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.planes import planes_of, planes_of_sequences
-from tilewise.masks import Documents
+from tilewise.masks import Documents, Part
 from tilewise.masks.arguments import check_fits
 from tilewise.masks.constructors import Unread
 from tilewise.problem import Call
@@ -28,7 +28,7 @@ def choose_forward(args: abi.Args, call: Call, most: int) -> list:
     """Give the arguments the forward's way, `most` queries being few; returns what must outlive them."""
     if (documents := documents_of(call)) is not None:
         return _one_by_one(args, call, documents, most)
-    few = few_queries(call.seqlen_q, call.seqlen_k, call.head_dim + call.head_dim_v, most)
+    few = few_queries(whole_queries(call), call.seqlen_k, call.head_dim + call.head_dim_v, most)
     args.few = few and call.dropout is None and call.mask.kind != "bitmap"
     return choose_backward(args, call)
 
@@ -43,6 +43,11 @@ def choose_backward(args: abi.Args, call: Call) -> list:
 def few_queries(queries: Lengths, keys: Lengths, numbers: int, most: int) -> Lengths:
     """Which calls leave lanes of a panel so empty that the rows of a head are better computed key by key; `numbers` of K and V a key."""
     return (queries == 1) | ((queries <= most) & (keys * numbers >= NUMBERS_A_PAIR * queries**2))
+
+
+def whole_queries(call: Call) -> int:
+    """Queries of the call, or of that of which it is a part: ways that give other bits are chosen by these."""
+    return call.mask.seqlen_q if isinstance(call.mask, Part) else call.seqlen_q
 
 
 def documents_of(call: Call) -> Documents | None:

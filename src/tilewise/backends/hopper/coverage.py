@@ -33,6 +33,8 @@ def refused(problem: Problem) -> list[str]:
     if tile_dims(*dims) is None:
         others = f", except to decode with v_cache = k_cache[..., :{dims[1]}]" if latent(problem) else ""
         wrong.append(f"it takes head_dim and head_dim_v up to {max(TILES)[0]}, not {dims[0]} and {dims[1]}{others}")
+    if problem.dropout_of_part:
+        wrong.append("its dropout counts the call's own rows and heads, not those of a larger call (masks.Part)")
     if problem.grad:
         wrong += [reason for reason in backward.why_not(problem) if reason not in wrong]
     return wrong

@@ -30,6 +30,8 @@ class Triton(Backend):
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
         reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
+        if problem.dropout_of_part:
+            reasons.append("its dropout counts the call's own rows and heads, not those of a larger call (masks.Part)")
         wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
         if wide > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")

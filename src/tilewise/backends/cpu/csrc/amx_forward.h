@@ -85,9 +85,13 @@ template <int T, int U, bool Fused>
 TW_INLINE vf weigh_keys(const float* s, vf scale, vf center, const float* kept, const Cells& p, int64_t pair, int64_t column) {
   vf x[U], sum[U];
   TW_UNROLL for (int u = 0; u < U; u++) {
+    if constexpr (Fused) {  // said, not left to the compiler, which may share the product with the other branch: bits would depend on who calls
+      x[u] = (vf)_mm512_fmsub_ps((__m512)load(s + u * L), (__m512)scale, (__m512)center);
+      continue;
+    }
     x[u] = load(s + u * L) * scale;
-    if constexpr (!Fused) __asm__("" : "+v"(x[u]));  // rounded as the center was, so that the largest comes out as exactly 0
-    x[u] = Fused ? x[u] - center : (x[u] - center) * splat(kLog2e);
+    __asm__("" : "+v"(x[u]));  // rounded as the center was, so that the largest comes out as exactly 0
+    x[u] = (x[u] - center) * splat(kLog2e);
   }
   power_each<T, U>(x);
   TW_UNROLL for (int u = 0; u < U; u++) sum[u] = x[u];

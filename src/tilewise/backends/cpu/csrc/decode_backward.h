@@ -13,7 +13,7 @@ constexpr int64_t kFewRows = 128, kGradSplit = 512;  // most rows of a key/value
 static int64_t few_queries(int dtype) { return L == 16 && dtype != TW_BF16 ? 24 : 8; }
 
 static bool few_rows(const tw_args& a) {
-  if (a.seqlen_q < 1 || a.seqlen_q > few_queries(a.dtype)) return false;
+  if (a.seqlen_q < 1 || whole_queries(a) > few_queries(a.dtype)) return false;
   if (a.heads_q / a.heads_k * a.seqlen_q > kFewRows || a.softcap > 0 || a.bias.data || a.alibi_slopes || a.sink || a.dropout_rescale > 0)
     return false;
   for (int64_t batch = 0; batch < a.batch; batch++)

@@ -63,14 +63,14 @@ const int best_here = 31 - __builtin_clz(isas_here);
 // table is in docs/cpu-notes.md). fp32 takes six products where the AVX-512 kernel takes one; its backward, which has less softmax to a
 // product, pays from fewer tokens on where few rows of its tiles are empty.
 bool tiles_pay(const tw_args& a, bool backward) {
-  const int64_t shorter = a.seqlen_q < a.seqlen_k ? a.seqlen_q : a.seqlen_k;
+  const int64_t queries = a.whole_q ? a.whole_q : a.seqlen_q, shorter = queries < a.seqlen_k ? queries : a.seqlen_k;
   if (a.dtype == TW_BF16) {
     const int64_t keys = a.head_dim + a.head_dim_v >= 128 ? 32 : 64;
-    return (shorter >= 16 && a.seqlen_q + a.seqlen_k >= 40) || (a.seqlen_q > 8 && a.seqlen_k >= keys);
+    return (shorter >= 16 && queries + a.seqlen_k >= 40) || (queries > 8 && a.seqlen_k >= keys);
   }
   if (a.dtype == TW_FP16) return shorter >= 32;
-  const int64_t dims = a.head_dim + a.head_dim_v, padded = ((a.seqlen_q + 31) & ~31) * ((a.seqlen_k + 31) & ~31);
-  if (backward && shorter >= 96 && dims >= 64 && 100 * padded <= 115 * a.seqlen_q * a.seqlen_k) return true;
+  const int64_t dims = a.head_dim + a.head_dim_v, padded = ((queries + 31) & ~31) * ((a.seqlen_k + 31) & ~31);
+  if (backward && shorter >= 96 && dims >= 64 && 100 * padded <= 115 * queries * a.seqlen_k) return true;
   return shorter >= (backward || dims >= 192 ? 192 : 320);
 }
 
@@ -178,7 +178,7 @@ struct DocumentCalls {
     tw_args a = packed;
     a.threads = threads;
     a.seqlen_q = rows, a.seqlen_k = b[3] - b[2];
-    a.documents = 0, a.few = packed.document_few[d];
+    a.documents = 0, a.whole_q = 0, a.few = packed.document_few[d];
     a.planes = packed.document_planes + d, a.plane_of = nullptr, a.diagonal = nullptr;
     a.q.data = from(a.q, b[0]), a.o.data = from(a.o, b[0]), a.k.data = from(a.k, b[2]), a.v.data = from(a.v, b[2]);
     a.lse = statistics;

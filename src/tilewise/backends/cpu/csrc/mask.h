@@ -12,7 +12,7 @@ struct Band {
   int64_t q0, q1, k0, k1, lo, hi;
 };
 
-// The bands that touch the block of TW_ROW_BLOCK rows with `row` in it, by ascending k0 when listed.
+// The bands that touch the block of TW_ROW_BLOCK rows with `row` in it; where none are listed, all.
 struct BandList {
   const tw_plane* plane;
   int64_t begin, end;

@@ -12,6 +12,9 @@ TW_INLINE int64_t even_blocks(int64_t keys, int64_t most, int64_t multiple = 8) 
   return max_of(round_up((keys + blocks - 1) / blocks, multiple), multiple);
 }
 
+// Queries of the whole call, of which these may be a part: what gives other bits is chosen by them.
+TW_INLINE int64_t whole_queries(const tw_args& a) { return a.whole_q ? a.whole_q : a.seqlen_q; }
+
 // Threads that are worth waking: about one for each 2^20 multiplications, ten microseconds or so. Beginning a head takes as long as 49,152 of them,
 // packing and storing a number of a query's rows as 16, of a key's as 8, and `passes` (a backward is three) each as long. (Results do not depend on
 // the number of threads.)

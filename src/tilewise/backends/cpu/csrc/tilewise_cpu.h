@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 7
+#define TW_ABI_VERSION 8
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -31,7 +31,7 @@ typedef struct {
 
 // The mask of some (batch, head) pairs: a union of disjoint bands. Row r of `bands` is q0 q1 k0 k1 lo hi and allows
 // the pairs with q0 <= i < q1, k0 <= j < k1, lo <= j - i <= hi. `row_ptr`/`row_bands` list the bands that touch each
-// block of TW_ROW_BLOCK rows, by ascending k0 (null: every block looks at all of them).
+// block of TW_ROW_BLOCK rows, by the first key that these see (null: every block looks at all of them).
 // `in_bitmap[r]` != 0: of that rectangle only the pairs whose bit is set; bit i & 7 of byte (j * bits_stride + i / 8).
 typedef struct {
   const int64_t* bands;
@@ -79,6 +79,12 @@ typedef struct {
   const int64_t* bounds;
   const tw_plane* document_planes;
   const uint8_t* document_few;
+
+  // Where the queries, or heads, are a part of a larger call: whole_q is how many queries that has (0: seqlen_q), by which ways are chosen that give other
+  // bits; dropout counts by its rows, (seqlen_q,) or null, and its heads, of which first_head is the first here (all_heads 0: these are all).
+  int64_t whole_q;
+  const int64_t* rows;
+  int64_t first_head, all_heads;
 
   // Decode only: valid keys of each batch (null: seqlen_k; the bands hold no others), and a page table (null: none), where page p of batch b
   // starts at k.data + page_table[b * page_table_stride + p] * k.batch and holds page_size keys.
