@@ -16,6 +16,7 @@ from tilewise.masks import (
     Padding,
     PerHead,
     PrefixLM,
+    PrefixTree,
     Slices,
     SlidingWindow,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Padding",
     "PerHead",
     "PrefixLM",
+    "PrefixTree",
     "ShapeError",
     "Slices",
     "SlidingWindow",

@@ -18,6 +18,7 @@ from tilewise.masks.constructors import (
 from tilewise.masks.dense import Dense
 from tilewise.masks.mask import Full, Mask, Plane
 from tilewise.masks.padding import Padding
+from tilewise.masks.trees import PackedTree, PrefixTree
 
 __all__ = [
     "Band",
@@ -31,10 +32,12 @@ __all__ = [
     "FirstKeys",
     "Full",
     "Mask",
+    "PackedTree",
     "Padding",
     "PerHead",
     "Plane",
     "PrefixLM",
+    "PrefixTree",
     "Slices",
     "SlidingWindow",
     "Unread",
