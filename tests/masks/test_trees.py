@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tilewise import masks
 from tilewise.errors import ShapeError
 from tilewise.masks import Bands, Documents, PrefixTree, parse
 from tilewise.masks.tiles import lower
@@ -203,3 +204,29 @@ def test_losses_and_gradients_are_those_of_rollouts_alone(backend, dtype, window
     torch.testing.assert_close(shared, alone, **tolerance)
     for got, wanted in zip(torch.autograd.grad(shared, model.parameters()), expected, strict=True):
         torch.testing.assert_close(got, wanted, **tolerance)
+
+
+def test_one_graph_serves_trees_whose_nodes_are_a_tensor():
+    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda q, k, v, mask: tw.attention(q, k, v, mask=mask).square().sum(), fullgraph=True, backend=count, dynamic=True
+    )
+    for tree in (PrefixTree.group(20, [10, 6]), PrefixTree.group(9, [4, 4, 4, 19]), PrefixTree([-1, 0, 1, 1, 0], [9, 9, 9, 9, 1])):
+        unread = tree.unread()
+        assert unread == tree and torch.equal(unread.dense(40, 40), tree.dense(40, 40))
+        tensors = []
+        assert parse(unread.text(tensors), tensors).read() == tree
+        got, wanted = compiled(q, k, v, unread), tw.attention(q, k, v, mask=tree).square().sum()
+        torch.testing.assert_close(got, wanted)
+        for a, b in zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(wanted, (q, k, v)), strict=True):
+            torch.testing.assert_close(a, b)
+    assert len(graphs) == 1
+    assert PrefixTree([-1], [3], window=1).unread().text([]) == "UnreadTree(#0,1)"
+    with pytest.raises(ShapeError, match=r"nodes must be a tensor \(2, nodes\) of int64"):
+        masks.trees.UnreadTree(torch.zeros(3))

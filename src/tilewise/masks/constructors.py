@@ -25,7 +25,7 @@ from tilewise.masks.dense import Dense, Packed
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_extent
 from tilewise.masks.padding import Padding
 from tilewise.masks.text import SHORT, evaluate
-from tilewise.masks.trees import PrefixTree
+from tilewise.masks.trees import PrefixTree, UnreadTree
 
 LONG_BYTES = 32 << 20  # of masks with long texts
 A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
@@ -419,6 +419,7 @@ CONSTRUCTORS = {
         PerHead,
         Transpose,
         Unread,
+        UnreadTree,
     )
 }
 

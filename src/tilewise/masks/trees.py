@@ -20,6 +20,7 @@ from tilewise.errors import ShapeError
 from tilewise.masks.arguments import check_count, check_fits, integers
 from tilewise.masks.band_tables import INF
 from tilewise.masks.bands import Bands
+from tilewise.masks.bitmap import values
 from tilewise.masks.mask import Blocks, Mask
 
 
@@ -95,6 +96,10 @@ class PrefixTree(Mask):
         """(rollouts,) the node at which each rollout ends."""
         inner = set(self.parents)
         return tuple(node for node in range(len(self.parents)) if node not in inner)
+
+    def unread(self) -> "UnreadTree":
+        """The same mask with its nodes in a tensor, for calls that torch.compile traces: other trees are then other values, not other graphs."""
+        return UnreadTree(torch.tensor([self.parents, self.lengths], dtype=torch.int64, device="cpu"), self.window)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """(tokens,) int64, each token's place in its rollouts: what rotary and learned positions are made of."""
@@ -185,6 +190,32 @@ class PrefixTree(Mask):
                     break
                 bands.append((*self.starts[node : node + 2], *self.starts[other : other + 2], moved[other] - moved[node] - window, 0))
         return bands
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UnreadTree(Mask):
+    """`PrefixTree(*nodes, window)` of a tensor (2, nodes) int64 that is read when the mask is first needed, not where a call is traced."""
+
+    nodes: Tensor
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.nodes, Tensor) or self.nodes.dtype != torch.int64 or self.nodes.dim() != 2 or self.nodes.shape[0] != 2:
+            raise ShapeError(f"UnreadTree: nodes must be a tensor (2, nodes) of int64: parents and lengths, got {self.nodes!r:.100}")
+        self._set("runs", None)
+
+    def read(self) -> PrefixTree:
+        return PrefixTree(*values(self.nodes), self.window)
+
+    def _write(self, tensors: list[Tensor]) -> str:
+        tensors.append(self.nodes)
+        return f"UnreadTree(#{len(tensors) - 1}{'' if self.window is None else f',{self.window}'})"
+
+    def _key(self):
+        return self.read()._key()
+
+    def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
+        return self.read()._place(blocks, seqlen_q, seqlen_k)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
