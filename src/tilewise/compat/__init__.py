@@ -31,6 +31,7 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "flash_attn": ("flash_attn", "flash-attn", "2.8.4"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
     "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
+    "sageattention": ("sageattention", "sageattention", "source of 2.2.0"),
     "transformers": ("transformers", "transformers", "5.24.0"),
     "sdpa": ("torch", "torch", "2.13.0, 2.14.1"),
     "torch_flash": ("torch", "torch", "2.13.0"),
@@ -54,7 +55,8 @@ def _use(name: str) -> str:
 
 
 def install(*names: str) -> None:
-    """Answer `import flash_attn` ("flash_attn"), `import flash_attn_interface` ("flash_attn_3"), `import flash_attn.cute` ("flash_attn_cute").
+    """Answer `import flash_attn` ("flash_attn"), `import flash_attn_interface` ("flash_attn_3"), `import flash_attn.cute` ("flash_attn_cute"),
+    `import sageattention` ("sageattention").
 
     Also `importlib.util.find_spec` and `importlib.metadata` answer for them. Call it before whatever asks: libraries remember what they found.
     `uninstall` takes it back.
