@@ -138,6 +138,8 @@ def test_on_a_gpu_it_has_another_name_and_no_fp32(monkeypatch):
     module = importlib.import_module("tilewise.compat.vllm_backend")
     try:
         assert module.Backend.get_name() == "CUSTOM"
+        assert "in pieces of 16 bytes, which a head size of 72 is no multiple of" in module.why_not(72, torch.bfloat16, "fp8")
+        assert module.why_not(80, torch.bfloat16, "fp8") is module.why_not(72, torch.bfloat16, "auto") is None
         assert module.why_not(64, torch.float32, None) == "tilewise serves float32 on CPUs alone; load the model in bfloat16 or float16"
     finally:
         sys.modules.pop("tilewise.compat.vllm_backend", None)
@@ -148,6 +150,7 @@ REFUSED = {
     "encoder": (lambda b: b.Impl(4, 64, 1.0, attn_type=standin.AttentionType.ENCODER_ONLY), "serves decoder layers here"),
     "cache": (lambda b: b.Impl(4, 64, 1.0, kv_cache_dtype="int8_per_token_head"), "not int8_per_token_head"),
     "unknown": (lambda b: b.Impl(4, 64, 1.0, use_alibi_sqrt=True), "does not know use_alibi_sqrt of this layer"),
+    "unknown tensor": (lambda b: b.Impl(4, 64, 1.0, novel=torch.ones(2)), "does not know novel of this layer"),
     "window": (lambda b: b.Builder(None, [], SimpleNamespace(model_config=SimpleNamespace(rswa_window=9)), None), "R-SWA"),
 }
 

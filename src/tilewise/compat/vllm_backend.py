@@ -44,6 +44,8 @@ def why_not(head_size: int, dtype: torch.dtype | None, cache_dtype: str | None, 
         return f"tilewise serves decoder layers here, not {attn_type}; their own backends do"
     if cache_dtype is not None and cache_dtype not in CACHES:
         return f"tilewise reads caches of 16 bits and of e4m3 with a scale a layer ({', '.join(CACHES)}), not {cache_dtype}"
+    if cache_dtype in E4M3 and head_size % 16 and not current_platform.is_cpu():
+        return f"tilewise reads caches of e4m3 in pieces of 16 bytes, which a head size of {head_size} is no multiple of; leave kv_cache_dtype out"
     if dtype == torch.float32 and not current_platform.is_cpu():
         return "tilewise serves float32 on CPUs alone; load the model in bfloat16 or float16"
     return None
@@ -171,7 +173,7 @@ class Impl(AttentionImpl):
     ) -> None:
         if sentence := why_not(head_size, None, kv_cache_dtype, attn_type):  # on CPUs vLLM asks no backend
             raise UnsupportedError(sentence)
-        if wrong := [name for name, x in others.items() if x not in (None, False, -1)]:
+        if wrong := [name for name, x in others.items() if not (x is None or x is False or (isinstance(x, int) and x == -1))]:
             raise UnsupportedError(f"tilewise does not know {', '.join(wrong)} of this layer; choose another attention_backend")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type, self.kv_sharing_target_layer_name = kv_cache_dtype, attn_type, kv_sharing_target_layer_name
