@@ -759,3 +759,57 @@ def test_what_is_refused_leaves_the_caches_as_they_were(changes, sentence):
     with pytest.raises((ValueError, NotImplementedError), match=sentence):
         tw.decode(q, k=k, v=v, **words)
     assert not words["k_cache"].any() and not words["v_cache"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("order", ["NHD", "HND", "one tensor"])
+def test_appending_to_slots(order, index, dtype):
+    """As servers say where tokens go; those with a negative slot go nowhere."""
+    pages, page, heads, dims = 6, 5, 3, (8, 4)
+    if order == "one tensor":  # keys and values side by side, heads before places
+        pool = torch.full((pages, heads, page, sum(dims)), torch.nan, dtype=torch.float32).to(dtype)
+        k_cache, v_cache = pool.transpose(1, 2).split(dims, dim=-1)
+    else:
+        shape = (pages, page, heads) if order == "NHD" else (pages, heads, page)
+        k_cache, v_cache = (torch.full((*shape, dim), torch.nan, dtype=torch.float32).to(dtype) for dim in dims)
+        if order == "HND":
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    slots = torch.tensor([7, -1, 29, 0, -1, 12, -7], dtype=index)
+    k, v = (torch.randn(7, heads, dim, dtype=torch.float32).to(dtype) for dim in dims)
+    expected = [x.float().clone() for x in (k_cache, v_cache)]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for cache, new in zip(expected, (k, v), strict=True):
+                cache[slot // page, slot % page] = new[token].float()
+    tw.append(k_cache, v_cache, k, v, slots=slots)
+    for cache, want in zip((k_cache, v_cache), expected, strict=True):
+        torch.testing.assert_close(cache.float(), want, atol=0, rtol=0, equal_nan=True)
+    nothing = k_cache.float().clone()
+    tw.append(k_cache, v_cache, k, v, slots=torch.full((7,), -1, dtype=index))
+    tw.append(k_cache, v_cache, k[:0], v[:0], slots=slots[:0])
+    torch.testing.assert_close(k_cache.float(), nothing, atol=0, rtol=0, equal_nan=True)
+
+
+def test_slots_compiled_and_checked():
+    k_cache, v_cache = torch.zeros(2, 4, 5, 2, 8)
+    k, v = torch.randn(2, 3, 2, 8)
+    slots = torch.tensor([3, -1, 11])
+    compiled = torch.compile(lambda *x: tw.append(*x[:4], slots=x[4]), fullgraph=True, backend="aot_eager")
+    compiled(k_cache, v_cache, k, v, slots)
+    assert torch.equal(k_cache[0, 3], k[0]) and torch.equal(v_cache[2, 1], v[2]) and k_cache.count_nonzero() == 32
+    tw.append(k_cache, v_cache, k, v, slots=slots, check=True)
+    with pytest.raises(ShapeError, match="go to the same place, 3 of page or entry 0"):
+        tw.append(k_cache, v_cache, k, v, slots=torch.tensor([3, 3, -1]), check=True)
+    with pytest.raises(
+        ShapeError, match=r"slots\[1\] is 20, but the caches have 4 pages of 5 tokens, slots 0..19; a token that goes nowhere"
+    ):
+        tw.append(k_cache, v_cache, k, v, slots=torch.tensor([3, 20, -1]))
+    with pytest.raises(ShapeError, match="so cache_seqlens, page_table must not be given with it; rotate k before"):
+        tw.append(k_cache, v_cache, k, v, slots=slots, cache_seqlens=3, page_table=slots[:, None])
+    with pytest.raises(ShapeError, match="slots"):
+        tw.append(k_cache, v_cache, k, v, slots=slots[:2])
+    with pytest.raises(ShapeError, match="slots"):
+        tw.append(k_cache, v_cache, k, v, slots=slots.float())
+    with pytest.raises(ShapeError, match="k .*tokens"):
+        tw.append(k_cache, v_cache, k[None], v[None], slots=slots)

@@ -17,6 +17,7 @@ from tilewise.masks import (
     Part,
     PerHead,
     PrefixLM,
+    PrefixTree,
     Slices,
     SlidingWindow,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "Part",
     "PerHead",
     "PrefixLM",
+    "PrefixTree",
     "ShapeError",
     "Slices",
     "SlidingWindow",

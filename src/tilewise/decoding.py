@@ -223,10 +223,11 @@ def append(
     k: Tensor,
     v: Tensor,
     *,
-    cache_seqlens: Tensor | int,
+    cache_seqlens: Tensor | int | None = None,
     page_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    slots: Tensor | None = None,
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_first: Tensor | None = None,
@@ -242,6 +243,8 @@ def append(
             memory with the caches.
         cache_seqlens: tokens in the cache before, (batch,) int32 (best) or int64, or one int for all; it is not advanced.
         cu_seqlens: (batch + 1,) int32 (best) or int64: sequence b owns the new tokens cu_seqlens[b]:cu_seqlens[b + 1].
+        slots: (tokens,) int32 or int64, in place of all that says where sequences end: k and v are (tokens, heads_k, ...), and token i goes to place
+            slots[i] % page_size of page slots[i] // page_size, or nowhere where slots[i] is negative, which is no error. Nothing is rotated then.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): token i of a sequence's new ones is rotated to position cache_seqlens + i.
         rotary_first: (batch,) int32 or int64: the position of the first new token, in place of cache_seqlens.
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
@@ -254,6 +257,9 @@ def append(
     """
     turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
     places = Places(page_table, cache_batch_idx, cu_seqlens)
+    if slots is not None:
+        append_operator.run(_to_slots(k_cache, v_cache, k, v, slots, (cache_seqlens, *places, *turn[:3]), check))
+        return
     append_operator.run(_to_append(k_cache, v_cache, k, v, cache_seqlens, places, turn, check))
 
 
@@ -336,6 +342,26 @@ def _to_append(
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other), batch, k_cache)
     return append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check)
+
+
+def _to_slots(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor, others: tuple, check: bool
+) -> append_operator.Operands:  # fmt: skip
+    """What `append` is asked for where each token has a slot: a sequence of its own, on one page. others: what does not go with that."""
+    names = "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens", "rotary_cos", "rotary_sin", "rotary_first"
+    if wrong := [name for name, x in zip(names, others, strict=True) if x is not None]:
+        raise ShapeError(f"slots says where each token goes, so {', '.join(wrong)} must not be given with it; rotate k before")
+    check_tensor("slots", slots, ("tokens",), INDEX_DTYPES)
+    for name, x, dim in (("k", k, "head_dim"), ("v", v, "head_dim_v")):
+        check_tensor(name, x, ("tokens", "heads_k", dim), OF_CACHES)
+    check_size("slots", "tokens", slots.shape[0], k.shape[0], "k")
+    _check_caches(k_cache, v_cache, paged=True)
+    _check_device("slots", slots, k_cache)
+    page_size = max(k_cache.shape[1], 1)
+    page = slots.div(page_size, rounding_mode="floor")[:, None]
+    places = Places(page, None, None)
+    asked = _to_append(k_cache, v_cache, k[:, None], v[:, None], slots % page_size, places, Turn(None, None, None, False), check)
+    return asked._replace(skip=True)
 
 
 def _check_own_memory(name: str, cache: Tensor) -> None:

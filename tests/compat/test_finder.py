@@ -15,9 +15,9 @@ from tilewise import compat
 from tilewise.compat import _finder, flash_attn, flash_attn_3, flash_attn_cute
 from tilewise.errors import UnsupportedError
 
-NAMES = ("flash_attn", "flash_attn_3", "flash_attn_cute")
-DISTRIBUTIONS = ("flash-attn", "flash-attn-3", "flash-attn-4")
-TOP_LEVELS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface")
+NAMES = ("flash_attn", "flash_attn_3", "flash_attn_cute", "sageattention")
+DISTRIBUTIONS = ("flash-attn", "flash-attn-3", "flash-attn-4", "sageattention")
+TOP_LEVELS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_3", "flash_attn_interface", "sageattention")
 INSIDE = {  # what programs import from inside the peers: ring attention, sequence parallelism, trainers, Transformer Engine, models of the hub
     "flash_attn.flash_attn_interface": (
         "_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward, _wrapped_flash_attn_forward, "
@@ -154,7 +154,9 @@ def test_one_name_shared_by_two():
     assert importlib.util.find_spec("flash_attn.cute") is None
 
 
-@pytest.mark.parametrize("name, path", [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface")])
+@pytest.mark.parametrize(
+    "name, path", [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("sageattention", "sageattention")]
+)
 @pytest.mark.parametrize("imported", [False, True])
 def test_a_real_one_is_refused(somewhere, name, path, imported):
     write(somewhere / path / "__init__.py", "real = True")
@@ -233,7 +235,9 @@ def test_cute_beside_a_real_second(somewhere):
 
 
 def test_names():
-    with pytest.raises(ValueError, match="compat.install takes one or more names of flash_attn, flash_attn_3, flash_attn_cute, got none"):
+    with pytest.raises(
+        ValueError, match="compat.install takes one or more names of flash_attn, flash_attn_3, flash_attn_cute, sageattention, got none"
+    ):
         compat.install()
     with pytest.raises(ValueError, match="compat.install takes names of flash_attn, .*, got 'flash-attn'"):
         compat.install("flash_attn", "flash-attn")
@@ -272,13 +276,13 @@ def test_status_looks_up_and_imports_nothing():
         assert not heavy & {"transformers", "diffusers", "xformers", "flash_attn", "flash_attn_interface"}, heavy
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout
-    rest = compat.status()[3:]
+    rest = compat.status()[len(NAMES) :]
     names = [line.split()[0] for line in out.splitlines()]
     files = {path.stem for path in Path(compat.__file__).parent.glob("[a-z]*.py")}
     assert set(NAMES) <= set(names) <= files, "those that have a file"
     assert all(
         str(importlib.util.find_spec(each.module) is not None) == line.split()[1]
-        for each, line in zip(rest, out.splitlines()[3:], strict=True)
+        for each, line in zip(rest, out.splitlines()[len(NAMES) :], strict=True)
     )
 
 

@@ -653,5 +653,5 @@ def test_every_model_agrees_or_refuses(part):
 def test_the_guide_runs():
     page = Path(__file__).parents[2] / "docs" / "guide" / "transformers.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec(compile("\n".join(blocks), str(page), "exec"), {})

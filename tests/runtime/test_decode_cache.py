@@ -439,6 +439,8 @@ def test_it_does_not_grow_without_end(monkeypatch):
     for n in range(1, 9):
         tw.decode(q, k, v, **given, scale=float(n))
         assert len(decode_cache._KNOWN) <= 3
+    scales = [known.options[decode_cache.Options._fields.index("scale")] for known in decode_cache._KNOWN.values()]
+    assert scales == [6.0, 7.0, 8.0], "the oldest go"
 
 
 def test_options_and_tensors_are_arguments_of_decode():

@@ -1,4 +1,4 @@
-"""The command line: `tilewise demo | check | bench | explain | report | doctor | warmup | tune`. Nothing heavy is imported before a command runs."""
+"""The command line: `tilewise demo | check | bench | explain | report | doctor | warmup | tune | run`. Commands import what is heavy."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tilewise.cli.codes import INTERRUPTED, UNREAD, UNUSABLE, USAGE
 
-PLAIN = ("doctor", "explain")
+PLAIN = ("doctor", "explain", "run")
 EXTRA, PRINTERS = "cli", ("rich", "matplotlib")  # what tables and pictures are made with, and the extra that installs it
 THREADS_A_CORE = 8  # more than this is a slip; some libraries crash where they cannot start as many as were asked for
 
@@ -59,6 +59,8 @@ EXAMPLES = {
   tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
   tilewise warmup --set models --dtype bf16      the kernels that a set of bench runs
   tilewise warmup --clear                        remove what was compiled""",
+    "run": """  tilewise run -- python train.py                the program as it is, with its attention by tilewise
+  tilewise run -- torchrun --nproc-per-node 8 train.py""",
 }
 
 
@@ -108,7 +110,7 @@ def _discard_output() -> None:
 def _run(options: argparse.Namespace) -> int:
     plain = options.command in PLAIN  # which print by themselves, and so run without `rich`
     commands = import_module(f"tilewise.cli.{'plain' if plain else 'commands'}")
-    if options.threads:
+    if options.threads and options.command != "run":
         import torch
 
         torch.set_num_threads(options.threads)
@@ -389,6 +391,10 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...", help="what to run, with its arguments")
+
+
 COMMANDS = {
     "demo": (_demo_options, "train a small GPT with tilewise and with torch's SDPA, measure both, and write a report page"),
     "check": (_check_options, "run the correctness grid on this machine's backends"),
@@ -398,4 +404,5 @@ COMMANDS = {
     "doctor": (_doctor_options, "say what is installed, and which backends are usable"),
     "tune": (_tune_options, "search the fastest kernels for this machine's GPU"),
     "warmup": (_warmup_options, "compile kernels ahead of time, on any machine, and keep them on disk"),
+    "run": (_run_options, "run a program, unedited, with the attention of torch, flash_attn, transformers and diffusers by tilewise"),
 }

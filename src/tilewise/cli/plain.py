@@ -1,4 +1,4 @@
-"""What `tilewise doctor` and `tilewise explain` do. They print text by themselves: who asks what is missing may lack what tables are made with."""
+"""What `tilewise doctor`, `explain` and `run` do. They print text by themselves: who asks what is missing may lack what tables are made with."""
 
 import json
 import math
@@ -101,3 +101,10 @@ def _of_integration(each) -> tuple[str, ...]:
     here = each.version or ("yes" if each.importable else "no")
     here = f"{here}, answered by tilewise" if each.installed else here
     return each.name, f"of {each.module}", f"here: {here}", f"tested with {each.tested}", each.use
+
+
+def run(options: Namespace) -> int:
+    """Become a program with its attention by tilewise."""
+    from tilewise.cli import running
+
+    return running.run(options)

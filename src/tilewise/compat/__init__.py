@@ -31,12 +31,14 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "flash_attn": ("flash_attn", "flash-attn", "2.8.4"),
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3", "source of 2026-08-15"),
     "flash_attn_cute": ("flash_attn.cute", "flash-attn-4", "source of 2026-08-15"),
+    "sageattention": ("sageattention", "sageattention", "source of 2.2.0"),
     "transformers": ("transformers", "transformers", "5.24.0"),
     "sdpa": ("torch", "torch", "2.13.0, 2.14.1"),
     "torch_flash": ("torch", "torch", "2.13.0"),
     "flex": ("torch", "torch", "2.13.0, 2.14.1"),
     "diffusers": ("diffusers", "diffusers", "0.42.1"),
     "xformers": ("xformers", "xformers", "0.0.35"),
+    "vllm": ("vllm", "vllm", "0.26.0"),
 }
 
 _USE = {  # of those that `install` has not; `from tilewise.compat import transformers` would hide the real one
@@ -46,6 +48,7 @@ _USE = {  # of those that `install` has not; `from tilewise.compat import transf
     "flex": "from tilewise.compat.flex import flex_attention",
     "diffusers": 'tilewise.compat.diffusers.register(), then set_attention_backend("tilewise")',
     "xformers": "from tilewise.compat.xformers import memory_efficient_attention",
+    "vllm": 'vllm.LLM(..., attention_backend="CUSTOM")',
 }
 
 
@@ -54,7 +57,8 @@ def _use(name: str) -> str:
 
 
 def install(*names: str) -> None:
-    """Answer `import flash_attn` ("flash_attn"), `import flash_attn_interface` ("flash_attn_3"), `import flash_attn.cute` ("flash_attn_cute").
+    """Answer `import flash_attn` ("flash_attn"), `import flash_attn_interface` ("flash_attn_3"), `import flash_attn.cute` ("flash_attn_cute"),
+    `import sageattention` ("sageattention").
 
     Also `importlib.util.find_spec` and `importlib.metadata` answer for them. Call it before whatever asks: libraries remember what they found.
     `uninstall` takes it back.

@@ -81,6 +81,13 @@ PEERS = {
                 "flash_attn.cute.interface": ("flash_attn_cute",),
             },
         ),
+        Peer(
+            name="sageattention",
+            package="sageattention",
+            distribution="sageattention",
+            version="2.2.0+tilewise",
+            modules={"sageattention": ("sageattention",), "sageattention.core": ("sageattention",)},
+        ),
     )
 }
 

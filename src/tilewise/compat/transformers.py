@@ -16,7 +16,7 @@ from transformers import __version__ as peer_version
 from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
-from tilewise.compat import _asking, hf_documents, hf_keywords, hf_masks, hf_steps
+from tilewise.compat import _asking, hf_documents, hf_keywords, hf_masks, hf_paged, hf_steps
 from tilewise.compat._refusals import translate_errors
 from tilewise.compat.hf_documents import Said
 from tilewise.compat.hf_masks import Frame
@@ -57,6 +57,7 @@ def register(name: str = "tilewise", ignore: Iterable[str] = ()) -> None:
     AttentionMaskInterface.register(name, make_mask)
     hf_keywords.ignored.update(ignore)
     _registered.add(name)
+    hf_paged.admit(_registered)
 
 
 def unregister(name: str = "tilewise") -> None:
@@ -67,6 +68,8 @@ def unregister(name: str = "tilewise") -> None:
     for interface, ours in ((AttentionInterface, attention), (AttentionMaskInterface, make_mask)):
         if interface._global_mapping.get(name) is ours:
             del interface._global_mapping[name]
+    if not _registered:
+        hf_paged.dismiss()
 
 
 def check(model: torch.nn.Module) -> None:
@@ -200,6 +203,9 @@ def attention(
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ShapeError(f"query, key and value must be (batch, heads, seqlen, dim), got shapes {shapes}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if hf_paged.serves(kwargs):
+        sink = None if s_aux is None else s_aux.reshape(-1)
+        return hf_paged.attend(query, key, value, kwargs, attention_mask, scaling, softcap or 0.0, sink), None
     if kwargs:
         attention_mask = hf_keywords.read(kwargs, module, query, key, attention_mask, causal)
         shape = _shape(query, key, attention_mask)

@@ -15,6 +15,7 @@ NAMES = (  # but those of tests and tools
     "TILEWISE_CPU_LIBRARY",
     "TILEWISE_FA3_LIBRARY",
     "TILEWISE_HELPERS",
+    "TILEWISE_VLLM_CPU",
 )
 OFF, ON = ("0", "off", "no", "false"), ("1", "on", "yes", "true")
 

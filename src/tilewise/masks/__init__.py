@@ -19,6 +19,7 @@ from tilewise.masks.dense import Dense
 from tilewise.masks.mask import Full, Mask, Plane
 from tilewise.masks.padding import Padding
 from tilewise.masks.part import Part
+from tilewise.masks.trees import PackedTree, PrefixTree
 
 __all__ = [
     "Band",
@@ -32,11 +33,13 @@ __all__ = [
     "FirstKeys",
     "Full",
     "Mask",
+    "PackedTree",
     "Padding",
     "Part",
     "PerHead",
     "Plane",
     "PrefixLM",
+    "PrefixTree",
     "Slices",
     "SlidingWindow",
     "Unread",

@@ -137,8 +137,8 @@ def content(tensor: Tensor) -> Content:
     return _once(tensor, read)
 
 
-def values(tensor: Tensor) -> tuple[int, ...]:
-    """The integers of an int32 or int64 tensor (n,), read as `content` reads."""
+def values(tensor: Tensor) -> tuple:
+    """The integers of an int32 or int64 tensor (n,), or the rows of one of more dimensions; read as `content` reads."""
     return _once(tensor, lambda: tuple(tensor.tolist()))
 
 

@@ -26,6 +26,7 @@ from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_exte
 from tilewise.masks.padding import Padding
 from tilewise.masks.part import Part
 from tilewise.masks.text import SHORT, evaluate
+from tilewise.masks.trees import PrefixTree, UnreadTree
 
 LONG_BYTES = 32 << 20  # of masks with long texts
 A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
@@ -407,6 +408,7 @@ CONSTRUCTORS = {
         Causal,
         SlidingWindow,
         PrefixLM,
+        PrefixTree,
         FirstKeys,
         ChunkedCausal,
         Chunks,
@@ -419,6 +421,7 @@ CONSTRUCTORS = {
         PerHead,
         Transpose,
         Unread,
+        UnreadTree,
     )
 }
 

@@ -41,6 +41,7 @@ class Operands(NamedTuple):
     rotary_first: Tensor | None
     interleaved: bool
     check: bool
+    skip: bool = False  # whether a token on a negative page is left out, where else it is an error
 
 
 def run(given: Operands) -> Tensor | None:
@@ -85,7 +86,7 @@ def _append(given: Operands) -> Tensor | None:
         first = lengths if given.rotary_first is None else given.rotary_first.to(torch.int64)
         turned_to = (first[owner] + place).where(_of_a_sequence(given, owner), 0)
         k = rotated(k, given.rotary_cos, given.rotary_sin, turned_to, interleaved=given.interleaved)
-    if check and given.cu_seqlens is None:
+    if check and given.cu_seqlens is None and not given.skip:
         slots = _slots(given, owner, position)
     else:
         slots, k, v = _with_a_place(given, owner, position, k, v)
@@ -106,7 +107,7 @@ def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
 
 
 def _call(given: Operands) -> AppendCall:
-    return AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name != "check"})
+    return AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name not in ("check", "skip")})
 
 
 @cache
@@ -160,6 +161,8 @@ def _one_memory(given: Operands) -> bool:
 
 def _check(given: Operands) -> None:
     """ShapeError for tokens that have no place."""
+    if given.skip:
+        return _check_slots(given)
     lengths, n_pages, page_size = given.cache_seqlens.tolist(), *given.k_cache.shape[:2]
     k, v = given.k, given.v
     if given.cu_seqlens is None:
@@ -184,6 +187,22 @@ def _check(given: Operands) -> None:
             raise errors.ShapeError(
                 f"v must be k[..., :{v.shape[-1]}], for v_cache is these columns of k_cache; pass caches that are apart if it is not"
             )
+
+
+def _check_slots(given: Operands) -> None:
+    """ShapeError for tokens on pages that the caches do not have, but for negative ones; and for two in one place, where values are to be checked."""
+    assert given.page_table is not None
+    page, (n_pages, page_size) = given.page_table.flatten(), given.k_cache.shape[:2]
+    if len(wrong := (page >= n_pages).nonzero()):
+        token = int(wrong[0])
+        slot = int(page[token]) * max(page_size, 1) + int(given.cache_seqlens[token])
+        raise errors.ShapeError(
+            f"slots[{token}] is {slot}, but the caches have {n_pages} pages of {page_size} tokens, slots 0..{n_pages * page_size - 1}; a token that "
+            "goes nowhere has a negative one"
+        )
+    if given.check or values.always():
+        kept = (page >= 0).nonzero().flatten()
+        values.check_own_places((page[kept], given.cache_seqlens[kept]), kept)
 
 
 def packed(cu_seqlens: Tensor, total: int) -> list[int]:

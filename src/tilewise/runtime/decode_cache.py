@@ -129,8 +129,8 @@ def first(given: tuple, options: tuple, operands: Operands, written: append_oper
     known = _bound(given, options, operands, written)
     results = None if known is None else known(given)
     if results is not None:
-        if len(_KNOWN) >= MOST:
-            forget()
+        if len(_KNOWN) >= MOST:  # a server's batches of prompts and single tokens have new sizes all the time
+            _KNOWN.pop(next(iter(_KNOWN), ()), None)  # the oldest
         _KNOWN[_signature(given, options)] = known
     return results
 

@@ -23,6 +23,7 @@ from tilewise.masks import (
     Padding,
     PerHead,
     PrefixLM,
+    PrefixTree,
     Slices,
     SlidingWindow,
 )
@@ -194,6 +195,7 @@ def masks(seqlen_q: int, seqlen_k: int) -> list[Mask]:
         PrefixLM(n // 2),
         FirstKeys(5),
         ChunkedCausal(n // 4),
+        PrefixTree((-1, 0, 1, 1, 0), (n // 4, n // 5, n // 6, n // 7, n // 8)),
         Documents((0, 3, 3, n // 2, n - 1), inner=Causal()),
         Documents((0, 1, n // 2, seqlen_q), (0, n // 3, n // 3, seqlen_k), inner=SlidingWindow(4, 0)),
         Documents((0, n // 2, n), inner=Causal()) & (SlidingWindow(6, 0) | FirstKeys(2)),

@@ -1,8 +1,10 @@
 """Random problems for property tests, drawn by hypothesis (which only these need): masks, and whole cases over given dimensions and dtypes."""
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
-from tilewise.masks import Causal, ChunkedCausal, Chunks, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, ChunkedCausal, Chunks, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, PrefixTree, SlidingWindow
 from tilewise.testing.cases import DTYPES, LAYOUTS, Case, random_mask
 
 LENGTHS = st.one_of(st.sampled_from([0, 1, 2, 63, 64, 65]), st.integers(0, 150))
@@ -12,6 +14,14 @@ HEAD_DIMS = st.one_of(st.sampled_from([1, 8, 64, 72, 128, 256]), st.integers(1, 
 def cumulative(draw, total: int, documents: int) -> list[int]:
     """`documents` cuts of `total` tokens, as cu_seqlens."""
     return [0, *sorted(draw(st.lists(st.integers(0, total), min_size=documents, max_size=documents)))]
+
+
+@st.composite
+def prefix_trees(draw, tokens: int):
+    """A tree of at most so many tokens, whose nodes need not lie depth first, with or without a window."""
+    ends = cumulative(draw, tokens, draw(st.integers(1, 6)))
+    parents = [draw(st.integers(-1, node - 1)) for node in range(len(ends) - 1)]
+    return PrefixTree(parents, [end - start for start, end in pairwise(ends)], draw(st.one_of(st.none(), st.integers(0, 60))))
 
 
 @st.composite
@@ -31,8 +41,11 @@ def band_masks(draw, seqlen_q: int, seqlen_k: int, depth: int = 2):
         FirstKeys(n),
         ChunkedCausal(n),
         Chunks(n),
+        draw(prefix_trees(min(seqlen_q, seqlen_k))),
     ]
-    return draw(st.sampled_from([*simple, Documents(cu_q, cu_k, inner=draw(st.sampled_from(simple)))]))
+    return draw(
+        st.sampled_from([*simple, Documents(cu_q, cu_k, inner=draw(st.sampled_from(simple[:-1])))])
+    )  # a tree need not fit into a document
 
 
 @st.composite

@@ -9,10 +9,11 @@ from tilewise.bench.gate import verify
 from tilewise.bench.peers import Flex, Naive, Sdpa, Tilewise, contender, find, flex, known
 from tilewise.bench.peers.flex import compiler, mask_mod_of
 from tilewise.bench.sets import Workload
-from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, PrefixTree, SlidingWindow
 
 CPU = torch.device("cpu")
 SMALL = Workload(name="small", batch=2, seqlen_q=33, heads_q=4, heads_k=2, head_dim=16)
+TREE = PrefixTree([-1, 0, 1, 1, 0, -1], [5, 7, 6, 0, 9, 6])
 MASKS = [Full(), Causal(), SlidingWindow(5, 2), PrefixLM(3), Documents([0, 10, 33], inner=Causal())]
 
 
@@ -70,9 +71,9 @@ def test_flex_without_a_compiler(monkeypatch):
     assert Flex().why_not(SMALL, CPU) == ["torch.compile needs a C++ compiler, and neither $CXX nor g++ nor clang++ is here"]
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5, 2), SlidingWindow(None, 0), Documents([0, 4, 12]), MASKS[-1]], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5, 2), SlidingWindow(None, 0), Documents([0, 4, 12]), MASKS[-1], TREE], ids=str)
 def test_mask_mods_say_what_the_masks_say(mask):
-    lengths = (33, 33) if isinstance(mask, Documents) else (20, 33)
+    lengths = (33, 33) if isinstance(mask, Documents | PrefixTree) else (20, 33)
     workload = replace(SMALL, seqlen_q=lengths[0], seqlen_k=lengths[1], mask=mask)
     mod = mask_mod_of(workload, CPU)
     visible = mod(None, None, torch.arange(lengths[0])[:, None], torch.arange(lengths[1])[None])

@@ -15,6 +15,7 @@ from tilewise.bench.sets import (
     paper_sweep,
     workloads_from,
 )
+from tilewise.bench.sets.trees import trees
 from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, Full, PrefixLM, SlidingWindow
 
 
@@ -87,6 +88,16 @@ def test_every_set_counts_and_has_distinct_cases():
     assert (llama.heads_q, llama.heads_k, llama.head_dim) == (32, 8, 128)
     assert by_name["Llama-3-8B-packed"].flops < llama.flops
     assert by_name["Mistral-7B-window"].mask.pairs(16384, 16384) < 16384 * 4096
+
+
+def test_trees_beside_their_rollouts_alone():
+    rows = {each.name: each for each in trees(direction="bwd")}
+    assert [each.seqlen_q for name, each in rows.items() if "unshared" not in name] == [20480, 33792, 35886, 62000, 62000]
+    for name, tree in rows.items():
+        if apart := rows.get(f"{name}-unshared"):
+            assert apart.seqlen_q == tree.mask.weights().sum() and apart.flops > 1.2 * tree.flops
+    nodes = [len(rows[f"tree-{nodes}-nodes"].mask.parents) for nodes in (60, 300)]
+    assert nodes == [60, 300] and rows["tree-300-nodes"].mask.resolve(62000, 62000).pairs() < 62000**2 / 8
 
 
 def test_dense_masks_are_named_by_their_size():

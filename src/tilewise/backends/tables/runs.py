@@ -23,7 +23,7 @@ from tilewise.masks.tiles import BAND, BITMAP, FULL, Runs, lower
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 WORDS = 4  # of 32 keys, in a row of a bitmap: as many as the largest tile_n needs, and one wide read
 EVERYTHING, NOTHING = 0, 1  # the first rows of `bands`
-AT_ONCE = 256  # tiles of booleans in memory
+AT_ONCE = 1024  # runs whose bits are in memory
 LITTLE = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1), axis=1, bitorder="little").ravel()  # bits turned round
 
 
@@ -134,15 +134,16 @@ def _repacked(bits: ndarray, words: int) -> ndarray:
 
 def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, count: int, words: int) -> ndarray:
     """The union of the bands of the runs `which` in each of `count` key tiles; tile[i] is that of which[i], ascending."""
-    out = np.zeros((count, runs.tile_m, 4 * words), np.uint8)
+    out = np.zeros((count, runs.tile_m * words // 2), np.uint64)
+    below = np.packbits(np.tri(runs.tile_n + 1, 32 * words, -1, bool), axis=1, bitorder="little").view(np.uint32)  # row n: the first n keys
     q0, q1, k0, k1, lo, hi = (column[:, None] for column in runs.region.table[runs.ref[which]].T)
     row, n0 = m_block[which, None] * runs.tile_m + np.arange(runs.tile_m), runs.n0[which, None] * runs.tile_n
     begin, end = np.maximum(k0, row + lo) - n0, np.minimum(k1, row + hi + 1) - n0
     end[(row < q0) | (row >= q1)] = 0
-    begin, end, key = (x.clip(0, runs.tile_n).astype(np.int16)[..., None] for x in (begin, end, np.arange(runs.tile_n)))
+    begin, end = (x.clip(0, runs.tile_n) for x in (begin, end))
     for i in range(0, len(which), AT_ONCE):
         part = slice(i, i + AT_ONCE)
-        bits = np.packbits((key[:, 0] >= begin[part]) & (key[:, 0] < end[part]), axis=2, bitorder="little")
+        bits = (below.take(end[part], axis=0) & ~below.take(begin[part], axis=0)).reshape(-1, runs.tile_m * words).view(np.uint64)
         tiles, first = np.unique(tile[part], return_index=True)
-        out[tiles, :, : bits.shape[2]] |= np.bitwise_or.reduceat(bits, first, axis=0)
-    return out.view("<i4")
+        out[tiles] |= np.bitwise_or.reduceat(bits, first, axis=0)
+    return out.view("<i4").reshape(count, runs.tile_m, words)

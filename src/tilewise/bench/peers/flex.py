@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tilewise.bench.sets import Attend, Workload
-from tilewise.masks import Causal, Documents, Full, SlidingWindow
+from tilewise.masks import Causal, Documents, Full, PrefixTree, SlidingWindow
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Flex:
         if device.type == "cpu" and workload.sink:
             reasons.append("FlexAttention returns no LSE on a CPU, which a sink is worked in by")
         if workload.mask != Full() and mask_mod_of(workload, device) is None:
-            reasons.append("only full, causal, window and document masks are written as a mask_mod here")
+            reasons.append("only full, causal, window and document masks and prefix trees are written as a mask_mod here")
         return reasons
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
@@ -87,6 +87,14 @@ def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
         if mask.inner == Full():
             return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none)
         return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none) & (j <= i)
+    if isinstance(mask, PrefixTree) and mask.window is None and mask.starts[-1] == workload.seqlen_q == workload.seqlen_k:
+        below = torch.eye(len(mask.parents), dtype=torch.bool, device="cpu")  # below[node, other]: whether other is the node or an ancestor
+        for node, parent in enumerate(mask.parents):
+            if parent >= 0:
+                below[node] |= below[parent]
+        below = below.to(device)
+        node_of = torch.arange(len(mask.parents), device="cpu").repeat_interleave(torch.tensor(mask.lengths, device="cpu")).to(device)
+        return lambda b, h, i, j: below[node_of[i], node_of[j]] & (j <= i)
     return None
 
 

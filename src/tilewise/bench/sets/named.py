@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from tilewise.bench.sets.distributions import DISTRIBUTIONS, HIDDEN, NORMAL
+from tilewise.bench.sets.trees import trees
 from tilewise.bench.sets.workload import Workload
 from tilewise.machine.roofline import Direction
 from tilewise.masks import Causal, Documents, FirstKeys, Full, Mask, PrefixLM, SlidingWindow
@@ -347,5 +348,6 @@ SETS = {
     "cpu-seeds": cpu_seeds,
     "models": model_shapes,
     "triton": triton_cells,
+    "trees": trees,
     "hard-inputs": hard_inputs,
 }

@@ -1,0 +1,22 @@
+"""tilewise as an attention backend of vLLM: `register()`, which vLLM calls by itself where tilewise is installed, then `attention_backend="CUSTOM"`.
+
+Keys and values are read where vLLM keeps them, in either of its layouts, by one call of `tilewise.decode` for every batch: prompts, chunks of prompts
+and single tokens, with windows, sinks, softcap, ALiBi, grouped heads, and caches in e4m3. What is not served is refused when the backend is
+chosen. vllm_backend.py is what vLLM then calls; nothing is imported of vLLM before it asks.
+
+vLLM's CPU platform has one backend, whatever is asked for: with TILEWISE_VLLM_CPU=1 tilewise takes its place there.
+"""
+
+import os
+
+BACKEND = "tilewise.compat.vllm_backend.Backend"
+CPU = "TILEWISE_VLLM_CPU"
+
+
+def register() -> None:
+    """Name the backend to vLLM, as CUSTOM, and with TILEWISE_VLLM_CPU=1 in the place of CPU_ATTN. As good twice as once. ImportError without vLLM."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend  # pyright: ignore[reportMissingImports]
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if os.environ.get(CPU, "0") not in ("", "0"):
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

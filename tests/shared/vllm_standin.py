@@ -1,0 +1,140 @@
+"""vLLM 0.26's interface for attention backends, as much of it as `tilewise.compat.vllm_backend` touches: for machines without vLLM.
+
+Names, parameters and defaults are vLLM's; where vLLM is installed, tests/compat/test_vllm.py holds these to it.
+"""
+
+import enum
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+
+class AttentionType(enum.StrEnum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionCGSupport(enum.Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class MultipleOf:
+    def __init__(self, base):
+        self.base = base
+
+
+class AttentionBackend:
+    """The base class's questions that are answered by what a subclass says."""
+
+    @classmethod
+    def is_mla(cls):
+        return False
+
+    @classmethod
+    def supports_attn_type(cls, attn_type):
+        return attn_type == AttentionType.DECODER
+
+
+class AttentionImpl:
+    pass
+
+
+class AttentionMetadataBuilder:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
+
+
+class AttentionBackendEnum(enum.Enum):
+    CPU_ATTN = "cpu"
+    CUSTOM = "custom"
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """What a builder is given of a batch."""
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+
+
+def modules(layout: list[str], cpu: bool = True, invariant: bool = False) -> dict[str, ModuleType]:
+    """For sys.modules. layout: one of "NHD" and "HND", which may be changed."""
+    registered = {}
+
+    def register_backend(backend, class_path=None, is_mamba=False):
+        registered[backend.name] = class_path
+        return lambda x: x
+
+    held = {
+        "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=invariant)},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
+        "vllm.v1": {},
+        "vllm.v1.attention": {},
+        "vllm.v1.attention.backend": {
+            each.__name__: each
+            for each in (AttentionBackend, AttentionCGSupport, AttentionImpl, AttentionMetadataBuilder, AttentionType, MultipleOf)
+        },
+        "vllm.v1.attention.backends": {},
+        "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: layout[0]},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": AttentionBackendEnum,
+            "register_backend": register_backend,
+            "registered": registered,
+        },
+    }
+    made = {}
+    for name, names in held.items():
+        made[name] = module = ModuleType(name)
+        module.__dict__.update(names)
+    return made
+
+
+def batch(lengths: list[int], new: list[int], block: int, padded: int = 0, seed: int = 0) -> tuple[CommonAttentionMetadata, int]:
+    """Sequences of `lengths` tokens, of which the last `new` are in the batch, in blocks of a pool in any order, with so many tokens of padding; and
+    the blocks of the pool."""
+    ends = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    width = max(-(-length // block) for length in lengths) + 2
+    blocks = len(lengths) * width + 1
+    table = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(seed))[: len(lengths) * width].view(len(lengths), width) + 1
+    slots = [
+        int(table[b, at // block]) * block + at % block
+        for b, (length, n) in enumerate(zip(lengths, new, strict=True))
+        for at in range(length - n, length)
+    ]
+    made = CommonAttentionMetadata(
+        query_start_loc=ends,
+        query_start_loc_cpu=ends,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(new) + padded,
+        max_query_len=max(new),
+        max_seq_len=max(lengths),
+        block_table_tensor=table.to(torch.int32),
+        slot_mapping=torch.tensor([*slots, *[-1] * padded], dtype=torch.int64),
+    )
+    return made, blocks
+
+
+def install(monkeypatch, **options) -> list[str]:
+    """Put the stand-in in vLLM's place; the layout is returned, and may be changed."""
+    layout = ["NHD"]
+    for name, module in modules(layout, **options).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "tilewise.compat.vllm_backend", raising=False)
+    return layout
