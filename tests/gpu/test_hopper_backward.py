@@ -440,14 +440,8 @@ def test_a_batch_beyond_what_a_grid_holds(mask):
             torch.testing.assert_close(x[part], y, rtol=2**-7, atol=2**-10)
 
 
-@pytest.mark.parametrize("dim", [160, 192, 256])
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(300, 0)], ids=repr)
-def test_dk_of_split_columns_is_as_exact_as_dq(dim, mask):
-    """P comes to dS in fp16: rounded to bf16 as for dV, it would make dK's error 1.2 times dQ's, whose kernel has P in fp32."""
-    torch.manual_seed(0)
-    q, k, v, d_o = (torch.randn(1, 1024, 4, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    found = torch.autograd.grad(tw.attention(*(x.requires_grad_() for x in (q, k, v)), mask=mask), (q, k, v), d_o)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    right = torch.autograd.grad(tw.attention(*exact, mask=mask, backend="reference"), exact, d_o.double())
-    of_q, of_k, _ = (float((x.double() - y).norm() / y.norm()) for x, y in zip(found, right, strict=True))
-    assert of_k <= 1.1 * of_q
+@pytest.mark.parametrize("dim", [128, 160, 192, 256])
+@pytest.mark.parametrize("mask", [Full(), SlidingWindow(300, 0)], ids=repr)
+def test_keys_that_no_query_looks_at(dim, mask):
+    """Scores that lie far apart, and few queries: most keys have tiny probabilities only, and gradients as exact as others."""
+    held(Case(batch=2, seqlen_q=5, seqlen_k=300, heads_q=2, heads_k=1, head_dim=dim, mask=mask, dtype="bf16", scale=0.7))

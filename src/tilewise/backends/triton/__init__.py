@@ -96,10 +96,9 @@ class Triton(Backend):
 
 
 def _config(call: Call, purpose: str):
-    from tilewise.backends.triton.config import config_of
+    from tilewise.backends.triton.config import config_of, weight_of
 
-    target, heavy = targets.of_device(call.q.device), call.bias is not None or call.dropout is not None
-    return config_of(target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, heavy)
+    return config_of(targets.of_device(call.q.device), purpose, call.q.dtype, call.head_dim, call.head_dim_v, weight_of(call))
 
 
 def _in_rows(call: Call) -> Call:

@@ -112,7 +112,7 @@ class Bound:
             call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
-        self.flags = _flags(call)
+        self.flags, self.weight = _flags(call), configs.weight_of(call)
         typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
         self.dtypes = tuple((name, x.dtype) for name, x in typed.items() if x is not None)
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
@@ -126,8 +126,10 @@ class Bound:
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
-        call, heavy = self.like, self.flags["BIAS"] or self.flags["DROPOUT"]
-        return self.chosen.get(purpose) or configs.config_of(self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, heavy)
+        call = self.like
+        return self.chosen.get(purpose) or configs.config_of(
+            self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, self.weight
+        )
 
     @property
     def kept(self) -> bool:

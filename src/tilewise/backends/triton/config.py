@@ -1,10 +1,11 @@
 """What a kernel is compiled with beside the call: tiles, warps, stages. Literal data, each row with where it comes from."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from tilewise.backends.triton.targets import Target
+from tilewise.problem import Call
 
 
 class Config(NamedTuple):
@@ -237,21 +238,39 @@ def decodes(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) <= MOST_DIM or (dtype.itemsize == 2 and head_dim <= 576 and head_dim_v <= 2 * MOST_DIM)
 
 
-def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, heavy: bool = False) -> Config:
-    """Of a pass: "forward", "dkdv" or "dq"; heavy: of a call with dropout or a bias."""
+Weight = Literal[
+    "plain", "scores", "pairs"
+]  # what a call does to scores: nothing; a softcap or ALiBi; a bias or dropout, which differ by pair
+
+
+def weight_of(call: Call) -> Weight:
+    if call.bias is not None or call.dropout is not None:
+        return "pairs"
+    return "scores" if call.softcap > 0.0 or call.alibi_slopes is not None else "plain"
+
+
+def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, weight: Weight = "plain") -> Config:
+    """Of a pass: "forward", "dkdv" or "dq"."""
     config, _ = TABLE[target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)]
-    return lighter(config, purpose, target.family) if heavy and target.nvidia else config
+    return lighter(config, purpose, target.family, weight) if target.nvidia else config
 
 
-MOST_WHEN_HEAVY = {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)}
+MOST = {  # tiles of what NVIDIA's 255 registers a thread hold
+    "scores": {"forward": (128, 64)},
+    "pairs": {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)},
+}
 MOST_ON_BLACKWELL = {"forward": (64, 32)}  # of compute capability 10, where sums pass through registers from tensor memory
 
 
-def lighter(config: Config, purpose: str, family: str) -> Config:
-    """For kernels that draw random bits or load a bias for each pair: NVIDIA's 255 registers a thread hold fewer pairs then."""
-    most = MOST_ON_BLACKWELL.get(purpose) if family == "sm100" else None
-    tile_m, tile_n = map(min, (config.tile_m, config.tile_n), most or MOST_WHEN_HEAVY[purpose])
-    return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8)
+def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config:
+    """For kernels whose scores are changed, draw random bits or load a bias for each pair."""
+    most = MOST.get(weight, {}).get(purpose)
+    if most is None:
+        return config
+    if family == "sm100" and weight == "pairs":
+        most = MOST_ON_BLACKWELL.get(purpose, most)
+    tile_m, tile_n = map(min, (config.tile_m, config.tile_n), most)
+    return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8 if weight == "pairs" else config.warps)
 
 
 def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:

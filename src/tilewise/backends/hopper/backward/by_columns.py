@@ -36,7 +36,6 @@ from tilewise.sm90 import fragments, tma
 from tilewise.sm90.dsl import (
     Boolean,
     Constexpr,
-    Float16,
     Float32,
     Int32,
     arch,
@@ -244,7 +243,7 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
         if const_expr(not config.dropout):
             subtract_delta(tile.acc_S, statistics, config)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
-        factor = received(tile, state.index, config)
+        factor = received(tile, state.index)
         differentiate_by(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)
         fragments.round_into(rounded, tile.acc_S)
     cute.copy(tile.store, tile.store.get_slice(0).retile(rounded), tile.tOut[None, None, None, state.index])
@@ -254,17 +253,17 @@ def pass_on(tile: Tile, state: pipeline.PipelineState, place: Place, walk: Walk,
 
 
 @cute.jit
-def received(tile: Tile, stage: Int32, config: Constexpr[Config]) -> cute.Tensor:
-    """The factor of dP - delta that the first warpgroup left in shared memory, whose elements are called by the inputs' dtype: fp16, or P."""
-    words = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
-    cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(words))
-    return cute.recast_tensor(words, Float16) if const_expr(config.own_factor) else words
+def received(tile: Tile, stage: Int32) -> cute.Tensor:
+    """The factor of dP - delta that the first warpgroup left in shared memory, in the inputs' dtype: bf16 has the range that far keys take."""
+    factor = cute.make_rmem_tensor(tile.acc_S.layout, tile.tOut.element_type)
+    cute.copy(tile.load, tile.tIn[None, None, None, stage], tile.load.get_slice(0).retile(factor))
+    return factor
 
 
 @cute.jit
 def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: Walk, config: Constexpr[Config]):
-    """S becomes P, enlarged and rounded; a factor of dP - delta that is not the rounded P goes to shared memory in fp16, enlarged too, and with
-    dropout negative where it drops.
+    """S becomes P, enlarged and rounded; a factor of dP - delta that is not the rounded P goes to shared memory, enlarged too, and with dropout
+    negative where it drops.
     """
     lse, m0, bits = changed.lse_of(tile.statistics, stage, config), Int32(0), None
     if const_expr(config.modified or config.dropout):
@@ -276,8 +275,9 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
         hide_in(tile, tile.acc_S, tile.n0, stage, place.m_block, is_masked(place, walk), -float("inf"), config)
         changed.weigh(tile.acc_S, rest, rounded, lse, tile.scale_log2, bits, config)
     else:
-        for c in range_constexpr(cute.size(lse)):
-            lse[c] -= math.log2(config.enlarged)
+        if const_expr(config.enlarged != 1.0):
+            for c in range_constexpr(cute.size(lse)):
+                lse[c] -= math.log2(config.enlarged)
         probabilities(tile.acc_S, lse, tile.scale_log2)
         hide_in(tile, tile.acc_S, tile.n0, stage, place.m_block, is_masked(place, walk), 0.0, config)
         if const_expr(config.dropout):
@@ -285,15 +285,14 @@ def weights(tile: Tile, rounded: cute.Tensor, stage: Int32, place: Place, walk: 
         else:
             fragments.round_into(rounded, tile.acc_S)
     if const_expr(config.own_factor):
-        factor = cute.make_rmem_tensor(rounded.layout, Float16)
+        factor = cute.make_rmem_tensor_like(rounded)
         for i in range_constexpr(cute.size(tile.acc_S)):
             if const_expr(config.modified):  # otherwise it is enlarged
-                tile.acc_S[i] *= config.enlarged
+                tile.acc_S[i] = changed.enlarge(tile.acc_S[i], config)
             if const_expr(config.dropout):
                 tile.acc_S[i] = dropout.with_sign(tile.acc_S[i], dropout.in_columns(bits, i))
         fragments.round_into(factor, tile.acc_S)
-        words = cute.recast_tensor(factor, rounded.element_type)
-        cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(words), tile.tFactor[None, None, None, stage])
+        cute.copy(tile.store_factor, tile.store_factor.get_slice(0).retile(factor), tile.tFactor[None, None, None, stage])
 
 
 @cute.jit
@@ -366,7 +365,7 @@ def step_apart(
         statistics = per_query(tile.statistics, stage)
         arch.barrier(barrier_id=Barrier.P, number_of_threads=2 * THREADS)  # P of this tile is there
         issue_dV(tile, stage)
-        factor = received(tile, stage, config)
+        factor = received(tile, stage)
         if const_expr(not config.dropout):
             subtract_delta(tile.acc_S, statistics, config)
         differentiate_by(tile.acc_S, factor, statistics, tile.thread.changes.draw, config)

@@ -136,15 +136,12 @@ class Config(ScoreChanges):
         """What P is multiplied by before it is rounded: fp16 has few bits for probabilities below 6e-5, and none below 6e-8, as keys have that are
         far away or of a low bias. Where P stays in fp32 for dS and no score is changed, the naive formula loses as much of dV.
         """
-        return 4096.0 if not self.by_keys or (self.dtype == torch.float16 and (self.modified or self.lean)) else 1.0
+        return 4096.0 if self.dtype == torch.float16 and (self.modified or self.lean or not self.by_keys) else 1.0
 
     @property
     def own_factor(self) -> bool:
-        """Whether the factor of dP - delta in dS, which goes through shared memory in fp16, is not P as it is rounded for dV: bf16 has three bits
-        less, and those of P would be lost in dK. Under masks of tables at 256 it would spill 56 bytes.
-        """
-        precise = self.dtype == torch.bfloat16 and not (self.sees == "runs" and self.head_dim == 256)
-        return not self.by_keys and bool(self.softcap or self.dropout or precise)
+        """Whether the factor of dP - delta in dS, which goes through shared memory, is not P as it is rounded for dV."""
+        return not self.by_keys and bool(self.softcap or self.dropout)
 
     @property
     def repairs(self) -> bool:

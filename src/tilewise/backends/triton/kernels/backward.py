@@ -28,11 +28,12 @@ def prepare(
     d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
     x = load_rows(o, row, o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
     y = load_rows(d_o, row, d_o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
-    found = tl.sum(x * y, 1)
     at = pair.to(tl.int64) * seqlen_q + rows
+    terms = x * y
     if SINK:
         alone = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == tl.load(sink + h).to(tl.float32)
-        found = tl.where(alone & (tl.max(tl.abs(x), 1) == 0.0), 0.0, found)
+        terms = tl.where(alone[:, None] & (x == 0.0), 0.0, terms)
+    found = tl.sum(terms, 1)
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)

@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """To a few units in the last place everywhere, which LSE needs. The series is good to 4e-8 (least squares, reweighted to the minimax, in fp64)."""
+    """To a few units in the last place everywhere, which LSE needs. The series: 4e-8 (least squares, reweighted to the minimax, in fp64)."""
     z = x * x
     series = x + x * (z * (-0.33332947 + z * (0.13320725 + z * (-0.05267181 + z * 0.01643758))))
     return tl.where(tl.abs(x) < 0.55, series, 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E))))
