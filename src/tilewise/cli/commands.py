@@ -227,9 +227,11 @@ def report(options: Namespace) -> int:
 
 def warmup(options: Namespace) -> int:
     """Compile kernels into the cache; FAILED when one does not compile."""
-    from tilewise.cli import kernels
-
-    return kernels.warmup(options, console_for_tables())
+    if options.backend == "triton":
+        from tilewise.cli.triton_warmup import warmup
+    else:
+        from tilewise.cli.kernels import warmup
+    return warmup(options, console_for_tables())
 
 
 def tune(options: Namespace) -> int:

@@ -58,6 +58,7 @@ EXAMPLES = {
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
   tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
   tilewise warmup --set models --dtype bf16      the kernels that a set of bench runs
+  tilewise warmup --backend triton --arch sm_89  kernels of the Triton backend, in Triton's cache
   tilewise warmup --clear                        remove what was compiled""",
     "run": """  tilewise run -- python train.py                the program as it is, with its attention by tilewise
   tilewise run -- torchrun --nproc-per-node 8 train.py""",
@@ -348,6 +349,9 @@ def _doctor_options(command: argparse.ArgumentParser) -> None:
 
 
 def _warmup_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backend", choices=("hopper", "triton"), default="hopper", help="of which backend (default: %(default)s)")
+    command.add_argument("--arch", metavar="sm_89", help="with --backend triton: a GPU that need not be here (default: this machine's)")
+    command.add_argument("--groups", metavar="1,4,8", help="with --backend triton: query heads for each key head (default: 1,4,8)")
     for name, example, meaning in (
         ("head-dim", "64,192/128", "head_dim, or head_dim / head_dim_v (default: all that have tiles of their own)"),
         ("dtype", "bf16,fp16", "bf16, fp16 (default: both)"),

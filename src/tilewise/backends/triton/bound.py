@@ -21,7 +21,7 @@ from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher
 from tilewise.backends.triton.targets import of_device
 from tilewise.errors import check_memory
-from tilewise.masks import Documents, Unread
+from tilewise.masks import Documents, Mask, Unread
 from tilewise.masks.mask import Plane
 from tilewise.problem import Call, Dropout, gradient_like, in_fp32
 
@@ -40,18 +40,17 @@ class Visible:
         mask, seqlen_q, seqlen_k = call.mask, call.seqlen_q, call.seqlen_k
         self.find, self.nbytes = None, 0
         self.arguments: dict[str, object] = dict(zip(("row0", "row1", "column0", "column1", "low", "high"), (0,) * 6, strict=True))
-        if mask.kind in ("full", "band"):
-            self.kind = "band"
+        self.kind = kind_of(mask)
+        if self.kind == "band":
             row0, row1, column0, column1, low, high = band_of(mask, seqlen_q, seqlen_k)
             turned = (column0, column1, row0, row1, -high, -low)
             self.arguments = dict(zip(self.arguments, turned if by_keys else (row0, row1, column0, column1, low, high), strict=True))
-        elif documents.by_rows(mask):
-            self.kind, self.find = "varlen", _finder(mask, seqlen_q, seqlen_k, device, by_keys)
+        elif self.kind == "varlen":
+            self.find = _finder(mask, seqlen_q, seqlen_k, device, by_keys)
             if isinstance(mask, Documents):
                 ends = _of_documents(mask, seqlen_q, seqlen_k, device, by_keys, self.find)
                 self.arguments["ends"], self.find, self.nbytes = ends, None, ends.nbytes
         else:
-            self.kind = "tiles"
             planes = mask.planes(seqlen_q, seqlen_k, call.batch, call.heads_q)
             if by_keys:
                 planes = tuple(Plane(plane.batch, plane.heads, plane.region.transpose()) for plane in planes)
@@ -64,6 +63,13 @@ class Visible:
     def of(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> dict[str, object]:
         """The arguments of a call that has these documents."""
         return self.arguments if self.find is None else self.arguments | {"ends": self.find(cu_seqlens_q, cu_seqlens_k)}
+
+
+def kind_of(mask: Mask) -> str:
+    """How kernels see the mask, their MASK: numbers for all rows, an interval for each, or tables of tiles."""
+    if mask.kind in ("full", "band"):
+        return "band"
+    return "varlen" if documents.by_rows(mask) else "tiles"
 
 
 def _finder(
@@ -137,16 +143,16 @@ class Bound:
         reads = self.like.diagonal is not None or (isinstance(self.like.mask, Unread) and self.visible.find is None)
         return not reads and self.visible.nbytes <= KEPT_BYTES
 
-    def kernels(self, purpose: str) -> list[Kernel]:
-        """What a pass of a plain call launches, "forward", "dkdv" or "dq": its kernel, and the one that mends."""
-        config, sink = self.config_of(purpose), {"SINK": False}
+    def kernels(self, purpose: str, mask: str = "") -> list[Kernel]:
+        """What a pass launches, "forward", "dkdv" or "dq": its kernel, and the one that mends. mask: in place of the call's, as `kind_of` has it."""
+        config, sink = self.config_of(purpose), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
         mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
         both = {
             "forward": ((forward.forward, sink), (repair.repair_rows, mends)),
             "dkdv": ((backward.dkdv, {}), (repair.repair_columns, self.widths)),
             "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
         }[purpose]
-        return [self.kernel(function, config, self.visible.kind, True, more) for function, more in both]
+        return [self.kernel(function, config, mask or self.visible.kind, True, more) for function, more in both]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
@@ -256,8 +262,8 @@ class Bound:
             constants |= dict(zip(names, configs.parts(dim), strict=True))
         narrow = self.like.q.dtype.itemsize < 4
         constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
-        names = set(function.arg_names)
-        return Kernel(function, tuple((name, value) for name, value in constants.items() if name in names), self.dtypes, config, aligned)
+        given = tuple((name, constants[name]) for name in function.arg_names if name in constants)
+        return Kernel(function, given, self.dtypes, config, aligned)
 
 
 class Backward:

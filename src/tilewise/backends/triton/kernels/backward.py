@@ -24,16 +24,17 @@ def prepare(
     b, h = pair // heads, pair % heads
     row, dims = tl.arange(0, TILE_M), tl.arange(0, V_WIDTH)
     rows, limit = m * TILE_M + row, seqlen_q - m * TILE_M
+    at = pair.to(tl.int64) * seqlen_q + rows
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
     x = load_rows(o, row, o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
     y = load_rows(d_o, row, d_o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
-    at = pair.to(tl.int64) * seqlen_q + rows
-    terms = x * y
-    if SINK:
-        alone = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == tl.load(sink + h).to(tl.float32)
-        terms = tl.where(alone[:, None] & (x == 0.0), 0.0, terms)
-    found = tl.sum(terms, 1)
+    found = tl.sum(x * y, 1)
+    if SINK:  # noqa: SIM102
+        if tl.max((found != found).to(tl.int32)) > 0:  # O is loaded again: registers do not hold it
+            again = load_rows(o, row, o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
+            alone = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == tl.load(sink + h).to(tl.float32)
+            found = tl.where(alone & (tl.max(tl.abs(again), 1) == 0.0), 0.0, found)
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)

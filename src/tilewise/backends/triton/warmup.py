@@ -1,0 +1,102 @@
+"""Kernels compiled ahead of time into Triton's cache, for a GPU that need not be here: `tilewise warmup --backend triton`."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
+
+import torch
+
+from tilewise.backends.triton.bound import SMALL, Bound, finding
+from tilewise.backends.triton.kernels import backward
+from tilewise.backends.triton.kernels import bias as bias_kernels
+from tilewise.backends.triton.launch import Kernel, compiled
+from tilewise.backends.triton.targets import Target
+from tilewise.masks import Full
+from tilewise.problem import Call, Dropout
+
+EXTRAS = "softcap", "bias", "alibi", "sink", "dropout"  # what changes scores and probabilities; a bias and a sink are of the call's dtype
+BIASES = (False, True, True), (True, True, True)  # whether it differs by batch entry, head and query
+
+
+class Cell(NamedTuple):
+    """What the kernels of a call depend on; lengths are none of it."""
+
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    mask: str  # `bound.kind_of`
+    extras: tuple[str, ...] = ()  # of EXTRAS
+    grad: bool = False
+    group: int = 1  # query heads of a key head
+
+
+class Outcome(NamedTuple):
+    """What became of one kernel; `reason` says why it failed."""
+
+    kernel: Kernel
+    seconds: float
+    reason: str = ""
+
+
+def kernels(cell: Cell, target: Target) -> list[Kernel]:
+    """Those that calls of that kind launch there, for tensors that lie at multiples of 16 bytes."""
+    bound = _bound(cell, target)
+    found = [kernel for purpose in ("forward", "dkdv", "dq")[: 3 if cell.grad else 1] for kernel in bound.kernels(purpose, cell.mask)]
+    if cell.mask == "varlen":
+        found += [finding(by_keys) for by_keys in (False, True)[: 2 if cell.grad else 1]]
+    if cell.grad:
+        more = {"SINK": "sink" in cell.extras, **bound.widths}
+        found += [bound.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, **more}) for d_lse in (False, True)]
+    if cell.grad and "bias" in cell.extras:
+        for each in BIASES:
+            by = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
+            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq"), cell.mask, True, by))
+    return found
+
+
+def warm(cells: Iterable[Cell], target: Target, processes: int | None = None) -> Iterator[Outcome]:
+    """Compile what is not in Triton's cache, up to `processes` at once (default: one a core); each outcome as it comes."""
+    places: dict[Kernel, tuple[Cell, int]] = {}
+    for cell in cells:
+        for i, kernel in enumerate(kernels(cell, target)):
+            places.setdefault(kernel, (cell, i))
+    if not places:
+        return
+    workers = min(processes or os.cpu_count() or 1, len(places))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            asked = {pool.submit(_compile, *place, target): kernel for kernel, place in places.items()}
+            for future in as_completed(asked):
+                yield Outcome(asked[future], *future.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _compile(cell: Cell, place: int, target: Target) -> tuple[float, str]:
+    """Seconds, and why it failed; in a process of its own, to which kernels cannot be sent."""
+    start = time.perf_counter()
+    try:
+        compiled(kernels(cell, target)[place], target)
+    except Exception as error:  # of the compiler, which has many; said in the table
+        return time.perf_counter() - start, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    return time.perf_counter() - start, ""
+
+
+def _bound(cell: Cell, target: Target) -> Bound:
+    """A bound call of that kind, for the target, on CPU tensors that hold nothing."""
+    one = torch.empty(1, 1, 16, 16, dtype=cell.dtype, device="cpu")
+    values: dict[str, object] = {
+        "softcap": 1.0, "bias": one.expand(1, cell.group, 16, 16), "alibi": torch.empty(1, cell.group, device="cpu"),
+        "sink": torch.empty(cell.group, dtype=cell.dtype, device="cpu"), "dropout": Dropout(0.5, 0, 0),
+    }  # fmt: skip
+    q, k, v = (
+        torch.empty(1, 16, heads, dim, dtype=cell.dtype, device="cpu")
+        for heads, dim in ((cell.group, cell.head_dim), (1, cell.head_dim), (1, cell.head_dim_v))
+    )
+    extras = {{"alibi": "alibi_slopes"}.get(name, name): values[name] for name in cell.extras}
+    bound = Bound(Call(q=q, k=k, v=v, mask=Full(), scale=1.0, grad=cell.grad, **extras))  # pyright: ignore[reportArgumentType]
+    bound.target = target
+    return bound
