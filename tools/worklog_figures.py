@@ -293,6 +293,39 @@ def draw_fragment(data: dict) -> str:
     return svg(draw, (6.4, 4.6))
 
 
+def tv() -> dict:
+    """Thread and value of each element of an 8 x 6 tile: C of a TiledMMA of 4 x 2 threads, and a TiledCopy that gives a thread three neighbours."""
+    at = [[(row, column) for column in range(6)] for row in range(8)]
+    return {
+        "TiledMMA: C": {
+            "thread": [[row % 4 * 2 + column % 2 for row, column in line] for line in at],
+            "value": [[row // 4 + column // 2 * 2 for row, column in line] for line in at],
+        },
+        "TiledCopy": {
+            "thread": [[row % 4 * 2 + column // 3 for row, column in line] for line in at],
+            "value": [[column % 3 + row // 4 * 3 for row, column in line] for line in at],
+        },
+    }
+
+
+def draw_tv(data: dict) -> str:
+    colours = (*COLOURS[:6], "#999999", "#dddddd")
+
+    def draw(figure) -> None:
+        for axes, (title, grid) in zip(figure.subplots(1, len(data)), data.items(), strict=True):
+            for row, line in enumerate(grid["thread"]):
+                for column, thread in enumerate(line):
+                    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colours[thread], edgecolor="white", alpha=0.55))
+                    axes.text(column + 0.5, row + 0.5, f"{thread}.{grid['value'][row][column]}", ha="center", va="center", fontsize=9)
+            axes.set(xlim=(0, 6), ylim=(8, 0), xticks=[x + 0.5 for x in range(6)], yticks=[y + 0.5 for y in range(8)], xlabel="column")
+            axes.set_xticklabels(range(6))
+            axes.set_yticklabels(range(8))
+            axes.set_title(f"{title}, thread.value", fontsize=10)
+        figure.axes[0].set_ylabel("row")
+
+    return svg(draw, (7.2, 3.6))
+
+
 def swizzle() -> dict:
     """Which 16-byte chunk of a row of 128 bytes lies in each group of four banks, by row: as written, and with the row's number XORed in."""
     return {"plain": [list(range(8)) for _ in range(8)], "swizzled": [[group ^ row for group in range(8)] for row in range(8)]}
@@ -419,6 +452,7 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "walk": (walk, draw_walk),
     "ring": (ring, draw_ring),
     "fragment": (fragment, draw_fragment),
+    "tv": (tv, draw_tv),
     "swizzle": (swizzle, draw_swizzle),
     "turns": (turns, draw_turns),
     "ladder": (ladder, draw_ladder),
