@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from tilewise.bench.plots import COLOURS
@@ -24,7 +24,7 @@ from tilewise.bench.tables.ladder import at_place
 from tilewise.display.style import STYLE
 from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
-from tilewise.machine.sheets import H100
+from tilewise.machine.sheets import A100, H100
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
 
@@ -149,6 +149,80 @@ def draw_roofline(data: dict) -> str:
         plain(axes)
 
     return svg(draw, (7.2, 4.2))
+
+
+LATENCY = {"shared memory": 30, "L2": 260, "HBM": {"A100": 470, "H100": 480}}  # clocks, in tens: Luo and others, arXiv 2402.13499
+L2_RATE = {"A100": 5120 * 1.41e9, "H100": 8.1e12}  # bytes/s: the whitepaper's 5,120 a clock; what K4.2 draws (page 3)
+CLOCK = {"A100": 1.41e9, "H100": 1.83e9}
+MEMORY = {"A100": (40e6, 80e9), "H100": (50e6, 80e9)}  # bytes of L2 and HBM
+
+
+def pyramid() -> dict:
+    """Bytes, bytes/s and clocks of each level of memory, registers first: those are read each clock, and have 0 twice."""
+    levels = {}
+    for name, machine in (("A100", A100), ("H100", H100)):
+        l2, hbm = MEMORY[name]
+        levels[name] = {
+            "registers": [machine.sms * machine.registers * 4, 0, 0],
+            "shared memory": [machine.sms * machine.smem_bytes, short(machine.sms * 128 * CLOCK[name]), LATENCY["shared memory"]],
+            "L2": [l2, short(L2_RATE[name]), LATENCY["L2"]],
+            "HBM": [hbm, machine.hbm_bandwidth, LATENCY["HBM"][name]],
+        }
+    return levels
+
+
+def draw_pyramid(data: dict) -> str:
+    colours = (GREEN, SKY, YELLOW, ORANGE)
+
+    def draw(figure) -> None:
+        for axes, (name, levels) in zip(figure.subplots(1, 2), data.items(), strict=True):
+            for row, (level, (count, rate, clocks)) in enumerate(levels.items()):
+                above, below = 0.42 + 0.145 * row, 0.42 + 0.145 * (row + 1)
+                corners = [(-above, row), (above, row), (below, row + 0.94), (-below, row + 0.94)]
+                axes.add_patch(Polygon(corners, closed=True, facecolor=colours[row], edgecolor="white", alpha=0.7))
+                size = f"{count / 1e9:.0f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+                facts = f"{size}, {rate / 1e12:.3g} TB/s, {clocks} clocks" if rate else f"{size}, each clock"
+                axes.text(0, row + 0.33, level, ha="center", va="center", fontsize=10, fontweight="bold")
+                axes.text(0, row + 0.66, facts, ha="center", va="center", fontsize=8)
+            axes.set(xlim=(-1.02, 1.02), ylim=(len(levels), 0), xticks=[], yticks=[])
+            axes.set_title(name, fontsize=11)
+            axes.spines[:].set_visible(False)
+
+    return svg(draw, (8.0, 3.6))
+
+
+def block(width: int = 4096, heads: int = 32) -> dict:
+    """FLOPs a token and bytes of a transformer block of 12 width^2 parameters, by sequence length."""
+    lengths = [1 << n for n in range(10, 21)]
+    return {
+        "seqlen": lengths,
+        "matrices": 24 * width**2,
+        "attention": [4 * n * width for n in lengths],
+        "weights": 2 * 12 * width**2,
+        "activation": [2 * n * width for n in lengths],
+        "scores": [4 * heads * n * n for n in lengths],
+    }
+
+
+def draw_block(data: dict) -> str:
+    def draw(figure) -> None:
+        left, right = figure.subplots(1, 2)
+        left.plot(data["seqlen"], data["attention"], color=BLUE, marker="o", markersize=3, label="attention")
+        left.axhline(data["matrices"], color=ORANGE, label="projections and MLP")
+        left.set_ylabel("FLOPs a token")
+        right.plot(data["seqlen"], data["scores"], color=BLUE, marker="o", markersize=3, label="S of all heads, fp32")
+        right.plot(data["seqlen"], data["activation"], color=GREEN, marker="o", markersize=3, label="an activation, bf16")
+        right.axhline(data["weights"], color=ORANGE, label="weights, bf16")
+        right.axhline(80e9, color=BLACK, linewidth=1, linestyle="--", label="80 GB")
+        right.set_ylabel("bytes")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(data["seqlen"][::2], [length(n) for n in data["seqlen"][::2]])
+            axes.set_xlabel("sequence length")
+            axes.legend(fontsize=8, loc="upper left")
+
+    return svg(draw, (8.0, 3.4))
 
 
 def traffic() -> dict:
@@ -447,6 +521,8 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "score-memory": (score_memory, draw_score_memory),
     "running-softmax": (running_softmax, draw_running_softmax),
     "roofline": (roofline, draw_roofline),
+    "pyramid": (pyramid, draw_pyramid),
+    "block": (block, draw_block),
     "traffic": (traffic, draw_traffic),
     "causal-tiles": (causal_tiles, draw_causal_tiles),
     "walk": (walk, draw_walk),
