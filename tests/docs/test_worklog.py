@@ -77,6 +77,28 @@ def test_every_rung_has_its_place_for_results():
     assert len(re.findall(r"<!-- /profile(?::\S+)? -->", text)) == text.count("<!-- profile:")
 
 
+SUBJECTS = {  # what a reader of the ladder has to have met by then
+    "cute.md": (
+        "@cute.jit @cute.kernel Constexpr const_expr range_constexpr cutlass.range shape:stride cute.coalesce cute.composition cute.group_modes "
+        "cute.make_identity_tensor None TiledMMA TiledCopy TV_layout partition_A make_fragment_A tSrQ cute.gemm cute.copy swizzle mbarrier phase "
+        "count index bytes descriptor WGMMA TMA fence"
+    ),
+    "3-gpu.md": (
+        "SIMT divergence warp hardware_unit latency figures/pyramid.svg figures/block.svg Occupancy MFU 590 295 N^2_d^2_/_M parameters 4_TB "
+        "one_thread_a_row A100"
+    ),
+    "5-fa2.md": (
+        "divisions 127 flash1_backward figures/sms.svg split-K split-Q figures/splits.svg Along_head_dim figures/walk.svg 16_within Two_blocks "
+        "tile-sizes causal-gain versions MagiAttention"
+    ),
+}
+
+
+@pytest.mark.parametrize("name,subject", [(name, subject) for name, subjects in SUBJECTS.items() for subject in subjects.split()])
+def test_subjects_have_their_place(name, subject):
+    assert re.sub("[ _]", "", subject).lower() in re.sub(r"[\s_]", "", TEXTS[name]).lower()
+
+
 def test_words_of_the_profile_tables_are_in_the_glossary():
     terms = set(re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE))
     rows = re.findall(r"^\| why warps wait, \w+ \|(.*)\|$", "".join(TEXTS.values()), re.MULTILINE)
