@@ -14,8 +14,9 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Polygon, Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from tilewise.bench.plots import COLOURS
@@ -23,8 +24,9 @@ from tilewise.bench.store import load
 from tilewise.bench.tables.ladder import at_place
 from tilewise.display.style import STYLE
 from tilewise.ladder import RUNGS, VARIANTS
-from tilewise.machine.roofline import Shape, flops, hbm_bytes, score_matrix_bytes
-from tilewise.machine.sheets import H100
+from tilewise.ladder.warp_splits import split_k, split_q
+from tilewise.machine.roofline import Launch, Shape, fa1_blocks, fa2_blocks, flops, hbm_bytes, score_matrix_bytes
+from tilewise.machine.sheets import A100, H100
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
 
@@ -119,6 +121,7 @@ def roofline() -> dict:
         "ridge": short(H100.ridge(SHAPE.dtype)),
         "intensity": {name: short(x) for name, x in intensity.items()},
         "attainable": {name: short(H100.attainable(x, SHAPE.dtype)) for name, x in intensity.items()},
+        "A100": {"peak": A100.peak[SHAPE.dtype], "ridge": short(A100.ridge(SHAPE.dtype))},
     }
 
 
@@ -137,6 +140,12 @@ def draw_roofline(data: dict) -> str:
         axes = figure.subplots()
         x = np.array([0.5, data["ridge"], 10000])
         axes.plot(x, np.minimum(x / data["ridge"], 1) * data["peak"] / 1e12, color=BLACK, linewidth=1.5)
+        other = data["A100"]
+        x = np.array([0.5, other["ridge"], 10000])
+        axes.plot(x, np.minimum(x / other["ridge"], 1) * other["peak"] / 1e12, color="#888888", linewidth=1.2, linestyle="--")
+        axes.annotate(
+            f"A100, ridge {other['ridge']:.0f}", (2500, other["peak"] / 1e12), xytext=(0, -12), textcoords="offset points", fontsize=9
+        )
         axes.axvline(data["ridge"], color="#999999", linewidth=1, linestyle=":")
         axes.annotate(f"ridge {data['ridge']:.0f}", (data["ridge"], 2), xytext=(4, 0), textcoords="offset points", fontsize=9)
         for name, (text, colour, offset) in labels.items():
@@ -149,6 +158,80 @@ def draw_roofline(data: dict) -> str:
         plain(axes)
 
     return svg(draw, (7.2, 4.2))
+
+
+LATENCY = {"shared memory": 30, "L2": 260, "HBM": {"A100": 470, "H100": 480}}  # clocks, in tens: Luo and others, arXiv 2402.13499
+L2_RATE = {"A100": 5120 * 1.41e9, "H100": 8.1e12}  # bytes/s: the whitepaper's 5,120 a clock; what K4.2 draws (page 3)
+CLOCK = {"A100": 1.41e9, "H100": 1.83e9}
+MEMORY = {"A100": (40e6, 80e9), "H100": (50e6, 80e9)}  # bytes of L2 and HBM
+
+
+def pyramid() -> dict:
+    """Bytes, bytes/s and clocks of each level of memory, registers first: those are read each clock, and have 0 twice."""
+    levels = {}
+    for name, machine in (("A100", A100), ("H100", H100)):
+        l2, hbm = MEMORY[name]
+        levels[name] = {
+            "registers": [machine.sms * machine.registers * 4, 0, 0],
+            "shared memory": [machine.sms * machine.smem_bytes, short(machine.sms * 128 * CLOCK[name]), LATENCY["shared memory"]],
+            "L2": [l2, short(L2_RATE[name]), LATENCY["L2"]],
+            "HBM": [hbm, machine.hbm_bandwidth, LATENCY["HBM"][name]],
+        }
+    return levels
+
+
+def draw_pyramid(data: dict) -> str:
+    colours = (GREEN, SKY, YELLOW, ORANGE)
+
+    def draw(figure) -> None:
+        for axes, (name, levels) in zip(figure.subplots(1, 2), data.items(), strict=True):
+            for row, (level, (count, rate, clocks)) in enumerate(levels.items()):
+                above, below = 0.42 + 0.145 * row, 0.42 + 0.145 * (row + 1)
+                corners = [(-above, row), (above, row), (below, row + 0.94), (-below, row + 0.94)]
+                axes.add_patch(Polygon(corners, closed=True, facecolor=colours[row], edgecolor="white", alpha=0.7))
+                size = f"{count / 1e9:.0f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+                facts = f"{size}, {rate / 1e12:.3g} TB/s, {clocks} clocks" if rate else f"{size}, each clock"
+                axes.text(0, row + 0.33, level, ha="center", va="center", fontsize=10, fontweight="bold")
+                axes.text(0, row + 0.66, facts, ha="center", va="center", fontsize=8)
+            axes.set(xlim=(-1.02, 1.02), ylim=(len(levels), 0), xticks=[], yticks=[])
+            axes.set_title(name, fontsize=11)
+            axes.spines[:].set_visible(False)
+
+    return svg(draw, (8.0, 3.6))
+
+
+def block(width: int = 4096, heads: int = 32) -> dict:
+    """FLOPs a token and bytes of a transformer block of 12 width^2 parameters, by sequence length."""
+    lengths = [1 << n for n in range(10, 21)]
+    return {
+        "seqlen": lengths,
+        "matrices": 24 * width**2,
+        "attention": [4 * n * width for n in lengths],
+        "weights": 2 * 12 * width**2,
+        "activation": [2 * n * width for n in lengths],
+        "scores": [4 * heads * n * n for n in lengths],
+    }
+
+
+def draw_block(data: dict) -> str:
+    def draw(figure) -> None:
+        left, right = figure.subplots(1, 2)
+        left.plot(data["seqlen"], data["attention"], color=BLUE, marker="o", markersize=3, label="attention")
+        left.axhline(data["matrices"], color=ORANGE, label="projections and MLP")
+        left.set_ylabel("FLOPs a token")
+        right.plot(data["seqlen"], data["scores"], color=BLUE, marker="o", markersize=3, label="S of all heads, fp32")
+        right.plot(data["seqlen"], data["activation"], color=GREEN, marker="o", markersize=3, label="an activation, bf16")
+        right.axhline(data["weights"], color=ORANGE, label="weights, bf16")
+        right.axhline(80e9, color=BLACK, linewidth=1, linestyle="--", label="80 GB")
+        right.set_ylabel("bytes")
+        for axes in (left, right):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(data["seqlen"][::2], [length(n) for n in data["seqlen"][::2]])
+            axes.set_xlabel("sequence length")
+            axes.legend(fontsize=8, loc="upper left")
+
+    return svg(draw, (8.0, 3.4))
 
 
 def traffic() -> dict:
@@ -198,7 +281,7 @@ def draw_causal_tiles(data: dict) -> str:
 def walk(blocks: int = 6) -> dict:
     """The step at which a causal call visits each tile (0: never): FA1 in one thread block, FA2 in one a query tile, in both directions."""
     region = Causal().resolve(blocks, blocks)
-    steps = {name: np.zeros((blocks, blocks), dtype=int) for name in ("fa1", "fa2", "fa2_reversed")}
+    steps = {name: np.zeros((blocks, blocks), dtype=int) for name in ("fa1", "fa2", "fa2_reversed", "backward")}
     for order, (n_block, m_block) in enumerate(visits(region.transpose()), 1):
         steps["fa1"][m_block, n_block] = order
     for m_block in range(blocks):
@@ -206,6 +289,9 @@ def walk(blocks: int = 6) -> dict:
         for order, n_block in enumerate(keys, 1):
             steps["fa2"][m_block, n_block] = order
             steps["fa2_reversed"][m_block, keys[-order]] = order
+    for n_block in range(blocks):
+        for order, m_block in enumerate([row for column, row in visits(region.transpose()) if column == n_block], 1):
+            steps["backward"][m_block, n_block] = order
     return {name: grid.tolist() for name, grid in steps.items()}
 
 
@@ -219,13 +305,14 @@ def draw_walk(data: dict) -> str:
         "fa1": "FA1: keys outside,\none thread block",
         "fa2": "FA2: queries outside,\na thread block a row",
         "fa2_reversed": "FA2, right to left:\nthe partial tile first",
+        "backward": "FA2, backward: keys outside,\na thread block a column",
     }
 
     def draw(figure) -> None:
-        for axes, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
+        for axes, (name, title) in zip(figure.subplots(1, 4), titles.items(), strict=True):
             steps = np.array(data[name])
             for (row, column), step in np.ndenumerate(steps):
-                colour = "#eeeeee" if not step else SKY if name == "fa1" else COLOURS[row]
+                colour = "#eeeeee" if not step else SKY if name == "fa1" else COLOURS[column if name == "backward" else row]
                 axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", alpha=0.55))
                 axes.text(column + 0.5, row + 0.5, str(step or ""), ha="center", va="center", fontsize=10)
             axes.set(xlim=(0, steps.shape[1]), ylim=(steps.shape[0], 0), xticks=[], yticks=[], aspect="equal", xlabel="key tile")
@@ -233,7 +320,62 @@ def draw_walk(data: dict) -> str:
             axes.spines[:].set_visible(False)
         figure.axes[0].set_ylabel("query tile")
 
-    return svg(draw, (8.0, 3.4))
+    return svg(draw, (9.6, 3.2))
+
+
+def sms() -> dict:
+    """Thread blocks of FA1 and FA2 on an A100, one an SM: 32 heads, 16,384 tokens, one sequence, 128 queries a tile."""
+    shape = Shape(batch=1, seqlen_q=16384, seqlen_k=16384, heads_q=32, heads_k=32, head_dim=128)
+    launches = {"FA1": fa1_blocks(shape), "FA2": fa2_blocks(shape, 128)}
+    found = {name: Launch.of(blocks, A100) for name, blocks in launches.items()}
+    return {name: {"blocks": each.blocks, "idle": each.idle_sms, "waves": each.waves, "sms": A100.sms} for name, each in found.items()}
+
+
+def draw_sms(data: dict) -> str:
+    def draw(figure) -> None:
+        for axes, (name, launch) in zip(figure.subplots(1, 2), data.items(), strict=True):
+            for sm in range(launch["sms"]):
+                row, column = divmod(sm, 12)
+                colour = BLUE if sm < launch["sms"] - launch["idle"] else "#dddddd"
+                axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white", alpha=0.7))
+            axes.set(xlim=(0, 12), ylim=(9, 0), xticks=[], yticks=[], aspect="equal")
+            waves = f"in {launch['waves']} wave{'s' * (launch['waves'] > 1)}"
+            axes.set_title(f"{name}: {launch['blocks']:,} blocks {waves}, {launch['idle']} of {launch['sms']} SMs idle", fontsize=9)
+            axes.spines[:].set_visible(False)
+
+    return svg(draw, (7.2, 2.9))
+
+
+def splits(tile_m: int = 128, tile_n: int = 128, head_dim: int = 128, steps: int = 4) -> dict:
+    """Bytes a step through shared memory, and barriers, of both ways to share a tile among four warps: counted while they run."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, head_dim, generator=draw) for n in (tile_m, steps * tile_n, steps * tile_n))
+    counted = {}
+    for name, split in (("split-K", split_k), ("split-Q", split_q)):
+        _, shared = split(q, k, v, tile_n=tile_n)
+        counted[name] = {"bytes": {what: count / steps for what, count in shared.bytes.items()}, "barriers": shared.barriers / steps}
+    return counted
+
+
+def draw_splits(data: dict) -> str:
+    colours = {"K and V": BLUE, "Q": SKY, "statistics": YELLOW, "partial O": ORANGE}
+
+    def draw(figure) -> None:
+        axes = figure.subplots()
+        for row, counted in enumerate(data.values()):
+            start = 0.0
+            for what, colour in colours.items():
+                width = counted["bytes"].get(what, 0) / 1024
+                axes.barh(row, width, left=start, color=colour, alpha=0.8, label=what if row == 0 else None)
+                start += width
+            axes.annotate(
+                f"{start:.0f} KB, {counted['barriers']:.0f} barriers", (start, row), xytext=(4, 0), textcoords="offset points", va="center"
+            )
+        axes.set(yticks=range(len(data)), ylim=(len(data) - 0.4, -0.6), xlim=(0, 1000), xlabel="KB through shared memory in a step")
+        axes.set_yticklabels(data)
+        axes.legend(fontsize=9, loc="lower right", ncols=2)
+
+    return svg(draw, (7.2, 2.4))
 
 
 def ring(tiles: int = 5, load: int = 2, compute: int = 3) -> dict:
@@ -291,6 +433,39 @@ def draw_fragment(data: dict) -> str:
         axes.set_yticklabels([0, 7, 8, 15])
 
     return svg(draw, (6.4, 4.6))
+
+
+def tv() -> dict:
+    """Thread and value of each element of an 8 x 6 tile: C of a TiledMMA of 4 x 2 threads, and a TiledCopy that gives a thread three neighbours."""
+    at = [[(row, column) for column in range(6)] for row in range(8)]
+    return {
+        "TiledMMA: C": {
+            "thread": [[row % 4 * 2 + column % 2 for row, column in line] for line in at],
+            "value": [[row // 4 + column // 2 * 2 for row, column in line] for line in at],
+        },
+        "TiledCopy": {
+            "thread": [[row % 4 * 2 + column // 3 for row, column in line] for line in at],
+            "value": [[column % 3 + row // 4 * 3 for row, column in line] for line in at],
+        },
+    }
+
+
+def draw_tv(data: dict) -> str:
+    colours = (*COLOURS[:6], "#999999", "#dddddd")
+
+    def draw(figure) -> None:
+        for axes, (title, grid) in zip(figure.subplots(1, len(data)), data.items(), strict=True):
+            for row, line in enumerate(grid["thread"]):
+                for column, thread in enumerate(line):
+                    axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colours[thread], edgecolor="white", alpha=0.55))
+                    axes.text(column + 0.5, row + 0.5, f"{thread}.{grid['value'][row][column]}", ha="center", va="center", fontsize=9)
+            axes.set(xlim=(0, 6), ylim=(8, 0), xticks=[x + 0.5 for x in range(6)], yticks=[y + 0.5 for y in range(8)], xlabel="column")
+            axes.set_xticklabels(range(6))
+            axes.set_yticklabels(range(8))
+            axes.set_title(f"{title}, thread.value", fontsize=10)
+        figure.axes[0].set_ylabel("row")
+
+    return svg(draw, (7.2, 3.6))
 
 
 def swizzle() -> dict:
@@ -414,11 +589,16 @@ FIGURES: dict[str, tuple[Callable[[], dict], Callable[[dict], str]]] = {
     "score-memory": (score_memory, draw_score_memory),
     "running-softmax": (running_softmax, draw_running_softmax),
     "roofline": (roofline, draw_roofline),
+    "pyramid": (pyramid, draw_pyramid),
+    "block": (block, draw_block),
     "traffic": (traffic, draw_traffic),
     "causal-tiles": (causal_tiles, draw_causal_tiles),
     "walk": (walk, draw_walk),
+    "sms": (sms, draw_sms),
+    "splits": (splits, draw_splits),
     "ring": (ring, draw_ring),
     "fragment": (fragment, draw_fragment),
+    "tv": (tv, draw_tv),
     "swizzle": (swizzle, draw_swizzle),
     "turns": (turns, draw_turns),
     "ladder": (ladder, draw_ladder),

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from heapq import heapreplace
 from pathlib import Path
 
-from worklog_figures import SHAPE, length, score_memory
+from worklog_figures import RESULTS, SHAPE, ladder, length, score_memory, splits
 
+from tilewise.bench.store import load
+from tilewise.bench.tables.ladder import at_place
 from tilewise.machine.roofline import Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
-from tilewise.machine.sheets import H100, KB
+from tilewise.machine.sheets import A100, H100, KB
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
 
@@ -100,6 +102,82 @@ def blocks_table() -> str:
     return table(("seqlen", "batch", "FA1 blocks", "waves", "SM time used", "FA2 blocks", "waves", "SM time used"), rows)
 
 
+def non_matmul_table(tile: int = 128, head_dim: int = 128) -> str:
+    """Clocks of an SM for one step's work, by unit: a unit does what its peak over SMs and clock says."""
+    rates = {"A100": (A100, 1.41e9, 1.41e9), "H100": (H100, 1.83e9, 1.98e9)}  # clocks of the tensor cores' and of the fp32 lanes' peak
+    columns = []
+    for machine, tensor_clock, clock in rates.values():
+        products = 4 * tile * tile * head_dim / (machine.peak[SHAPE.dtype] / machine.sms / tensor_clock)
+        lanes = machine.scalar_peak / machine.sms / clock / 2  # an instruction a lane, two FLOPs
+        touch = tile * head_dim / lanes
+        columns.append(
+            (
+                f"{machine.peak[SHAPE.dtype] / 1e12:,.0f} TFLOP/s",
+                f"{machine.scalar_peak / 1e12:.1f} TFLOP/s",
+                f"{machine.peak[SHAPE.dtype] / machine.scalar_peak:.1f}",
+                f"{products:,.0f}",
+                f"{tile * tile / 16:,.0f}",
+                f"{touch:,.0f} ({touch / products:.0%})",
+                f"{2 * touch:,.0f} ({2 * touch / products:.0%})",
+            )
+        )
+    names = (
+        "tensor cores, bf16",
+        "fp32 outside of them",
+        "a FLOP outside takes as long as how many within",
+        "clocks of a step's products",
+        "clocks of its exponentials",
+        "clocks to touch O once: FA2's rescale",
+        "clocks to touch O twice: FA1's rescale and division",
+    )
+    return table(("a step of 128 x 128, head_dim 128", *rates), list(zip(names, *columns, strict=True)))
+
+
+def tile_sizes_table() -> str:
+    rows = []
+    for head_dim in (64, 128, 256):
+        shape = Shape(batch=1, seqlen_q=8192, seqlen_k=8192, heads_q=1, heads_k=1, head_dim=head_dim)
+        for tile_m, tile_n in ((64, 64), (128, 64), (128, 128)):
+            tile = Tile(tile_m=tile_m, tile_n=tile_n, threads=2 * tile_m)
+            fits = (tile.blocks_per_sm(shape, machine) or "does not fit" for machine in (A100, H100))
+            registers = sum(tile.accumulators(shape).values())
+            rows.append((head_dim, f"{tile_m} x {tile_n}", f"{tile.smem_bytes(shape) / KB:,.0f} KB", f"{registers} of 255", *fits))
+    heading = ("head_dim", "tile", "shared memory", "registers a thread, S, P and O", "blocks an SM, A100", "blocks an SM, H100")
+    return table(heading, rows)
+
+
+def causal_gain_table() -> str:
+    rates = ladder()["rates"]
+    shown = ("k2", "k4_2", "k5", "k6", "sdpa:flash", "fa3:vllm", "tilewise")
+    found = at_place(row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path))
+    rates |= {"sdpa:flash": [found["sdpa:flash"][mask].flops_per_s / 1e12 for mask in ("full", "causal")]}
+    return table(("", *shown), [("time without a mask / causal", *(f"{2 * rates[name][1] / rates[name][0]:.2f}" for name in shown))])
+
+
+def versions_table() -> str:
+    """What FlashAttention-2 changed: numbers of one head of SHAPE with 128 x 128 tiles, or of the call where the row says so."""
+    head = Shape(batch=1, seqlen_q=8192, seqlen_k=8192, heads_q=1, heads_k=1, head_dim=128)
+    steps = head.seqlen_k // 128
+    launches = [Launch.of(blocks, A100) for blocks in (fa1_blocks(SHAPE), fa2_blocks(SHAPE, 128))]
+    traffic = {name: sum(counted["bytes"].values()) / KB for name, counted in splits().items()}
+    statistics = [numbers * head.seqlen_q * 4 / KB for numbers in (2, 1)]
+    rows = [
+        ("result", "exact", "the same"),
+        ("outer loop, forward", "keys", "queries"),
+        ("HBM traffic, forward", *(size(hbm_bytes(head, name)) for name in ("fa1", "fa2"))),
+        ("its growth", "N^2 d^2 / M", "the same"),
+        ("divisions of a row of O by l", steps, 1),
+        ("kept for the backward pass", f"m and l, {statistics[0]:,.0f} KB", f"LSE, {statistics[1]:,.0f} KB"),
+        ("thread blocks of the call", *(f"{each.blocks:,}" for each in launches)),
+        ("of 108 SMs idle", *(each.idle_sms for each in launches)),
+        ("warps of a block share", "keys of a tile (split-K)", "queries (split-Q)"),
+        ("shared memory, a step", *(f"{traffic[name]:,.0f} KB" for name in ("split-K", "split-Q"))),
+        ("barriers among warps, a step", *(f"{counted['barriers']:.0f}" for counted in splits().values())),
+        ("dQ, backward", "one block adds", "all blocks of keys add, by atomics"),
+    ]
+    return table(("", "FlashAttention-1", "FlashAttention-2"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "score-memory": score_memory_table,
     "units": units_table,
@@ -107,6 +185,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "causal": causal_table,
     "blocks": blocks_table,
     "schedule": schedule_table,
+    "non-matmul": non_matmul_table,
+    "tile-sizes": tile_sizes_table,
+    "causal-gain": causal_gain_table,
+    "versions": versions_table,
 }
 
 

@@ -3,54 +3,37 @@
 import importlib
 import math
 import re
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from worklog_pages import FOLDER, ROOT, TEXTS, blocks, excerpt_of, tool
 
 from tilewise.ladder import RUNGS, VARIANTS
 
-ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "docs" / "worklog"
-PAGES = sorted(FOLDER.glob("*.md"))
-TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 PATHS = pytest.mark.parametrize("name", TEXTS)
 
 
 @pytest.fixture(scope="module")
 def figures():
-    return _tool("worklog_figures")
+    return tool("worklog_figures")
 
 
 @pytest.fixture(scope="module")
 def tables():
-    return _tool("worklog_tables")
-
-
-def _tool(name):
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+    return tool("worklog_tables")
 
 
 @pytest.mark.parametrize("name", [name for name in TEXTS if name not in ("code.md", "lost.md")])
 def test_blocks_run(name):
+    if name == "cute.md":
+        pytest.importorskip("cutlass")
     text = TEXTS[name]
-    blocks = [block for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE) if not _excerpt_of(text, block)]
-    assert blocks
+    own = [block for block in blocks(text) if not excerpt_of(text, block)]
+    assert own
     namespace: dict = {"__name__": "worklog"}
-    for block in blocks:
+    for block in own:
         line = text[: block.start(1)].count("\n")
         exec(compile("\n" * line + block[1], str(FOLDER / name), "exec"), namespace)
-
-
-def _excerpt_of(text, block):
-    """The file that a block is marked to be from, if it is."""
-    marked = re.search(r"<!-- from: (\S+) -->\n\Z", text[: block.start()])
-    return marked and marked[1]
 
 
 def _holds(source, excerpt):
@@ -67,7 +50,7 @@ def _holds(source, excerpt):
 @pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d|decode", name)])
 def test_excerpts_are_what_the_code_says(name):
     text = TEXTS[name]
-    excerpts = [(_excerpt_of(text, block), block[1]) for block in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
+    excerpts = [(excerpt_of(text, block), block[1]) for block in blocks(text)]
     excerpts = [(path, excerpt) for path, excerpt in excerpts if path]
     assert len(excerpts) == text.count("<!-- from: ") > 0
     for path, excerpt in excerpts:
@@ -92,6 +75,35 @@ def test_every_rung_has_its_place_for_results():
     assert pictures >= {f"traces/{recorded_as.get(name, name)}.svg" for name in set(RUNGS) - {"k1", "k2", "k5_1", "k7", "k8"}}
     assert text.count("<!-- /table -->") == text.count("<!-- table:")
     assert len(re.findall(r"<!-- /profile(?::\S+)? -->", text)) == text.count("<!-- profile:")
+
+
+SUBJECTS = {  # what a reader of the ladder has to have met by then
+    "cute.md": (
+        "@cute.jit @cute.kernel Constexpr const_expr range_constexpr cutlass.range shape:stride cute.coalesce cute.composition cute.group_modes "
+        "cute.make_identity_tensor None TiledMMA TiledCopy TV_layout partition_A make_fragment_A tSrQ cute.gemm cute.copy swizzle mbarrier phase "
+        "count index bytes descriptor WGMMA TMA fence"
+    ),
+    "3-gpu.md": (
+        "SIMT divergence warp hardware_unit latency figures/pyramid.svg figures/block.svg Occupancy MFU 590 295 N^2_d^2_/_M parameters 4_TB "
+        "one_thread_a_row A100"
+    ),
+    "5-fa2.md": (
+        "divisions 127 flash1_backward figures/sms.svg split-K split-Q figures/splits.svg Along_head_dim figures/walk.svg 16_within Two_blocks "
+        "tile-sizes causal-gain versions MagiAttention"
+    ),
+}
+
+
+@pytest.mark.parametrize("name,subject", [(name, subject) for name, subjects in SUBJECTS.items() for subject in subjects.split()])
+def test_subjects_have_their_place(name, subject):
+    assert re.sub("[ _]", "", subject).lower() in re.sub(r"[\s_]", "", TEXTS[name]).lower()
+
+
+def test_words_of_the_profile_tables_are_in_the_glossary():
+    terms = set(re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE))
+    rows = re.findall(r"^\| why warps wait, \w+ \|(.*)\|$", "".join(TEXTS.values()), re.MULTILINE)
+    reasons = set(re.findall(r"([a-z][a-z ]+) \d+ %", "".join(rows)))
+    assert len(reasons) > 5 and reasons | {"issue slots", "warps resident", "XU", "bank conflicts"} <= terms
 
 
 @PATHS

@@ -113,5 +113,8 @@ def test_backward(seqlen_q, seqlen_k, tile_m, tile_n, causal):
     q, k, v = (x.detach() for x in (q, k, v))
     o, lse = derivation.flash2_forward(q, k, v, tile_m=tile_m, tile_n=tile_n, causal=causal)
     got = derivation.flash2_backward(q, k, v, o, lse, d_o, tile_m=tile_n, tile_n=tile_m, causal=causal)
-    for name, a, b in zip("qkv", got, want, strict=True):
-        torch.testing.assert_close(a, b.nan_to_num(), rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"d{name}: {m}")
+    of_flash1 = derivation.flash1_forward(q, k, v, tile_m=tile_m, tile_n=tile_n, causal=causal)
+    both = got, derivation.flash1_backward(q, k, v, *of_flash1, d_o, tile_m=tile_n, tile_n=tile_m, causal=causal)
+    for which, each in enumerate(both):
+        for name, a, b in zip("qkv", each, want, strict=True):
+            torch.testing.assert_close(a, b.nan_to_num(), rtol=1e-10, atol=1e-12, msg=lambda m, at=(which, name): f"{at}: {m}")

@@ -1,7 +1,7 @@
 """FlashAttention-2 derived from the textbook formula, one idea a function; every line that computes is an equation of docs/algorithm.md.
 
     safe_softmax_3pass -> online_softmax_2pass -> attention_one_pass -> attention_tiled_keys -> attention_tiled_queries
-    -> flash1_forward -> flash2_forward -> flash2_backward
+    -> flash1_forward -> flash1_backward -> flash2_forward -> flash2_backward
 
 One head: q (seqlen_q, head_dim), k (seqlen_k, head_dim), v (seqlen_k, head_dim_v), any one floating-point dtype, which is also the dtype of
 all arithmetic. `causal` aligns to the bottom right: query i sees keys j <= i + seqlen_k - seqlen_q. `scale` is head_dim ** -0.5 by default.
@@ -12,7 +12,7 @@ Algorithm 1; Dao, "FlashAttention-2" (2023), Algorithms 1 and 2, with the correc
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -95,6 +95,28 @@ def flash1_forward(
     return o, m.squeeze(1), l.squeeze(1)
 
 
+def flash1_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    m: Tensor,
+    l: Tensor,
+    d_o: Tensor,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV, shaped as q, k, v, from what `flash1_forward` returned and the gradient d_o of O.
+
+    P comes back from two statistics of a row, by a difference, an exponential and a division; `flash2_backward` needs one, and no division.
+    """
+    m, l = _finite(m[:, None]), _nonzero(l[:, None])
+    return _backward(q, k, v, o, d_o, lambda s, i0, i1: torch.exp(s - m[i0:i1]) / l[i0:i1], tile_m, tile_n, causal, scale)  # Eq. 7
+
+
 def _normalised_step(m_old: Tensor, l_old: Tensor, o: Tensor, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One tile of scores into the statistics m, l (rows, 1) and the normalised output o (rows, head_dim_v)."""
     m = torch.maximum(m_old, _row_max(s))  # Eq. 11
@@ -143,12 +165,20 @@ def flash2_backward(
 
     The loops are swapped, key tiles outside: dK and dV stay in place, and dQ is what every key tile adds to.
     """
+    return _backward(q, k, v, o, d_o, lambda s, i0, i1: torch.exp(s - _finite(lse[i0:i1, None])), tile_m, tile_n, causal, scale)  # Eq. 24
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, d_o: Tensor,
+    weights: Callable[[Tensor, int, int], Tensor], tile_m: int, tile_n: int, causal: bool, scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The loops of both versions; weights(s, i0, i1) makes P of rows i0 to i1 again from their scores."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (d_o * o).sum(dim=1, keepdim=True)  # Eq. 23
     for j0, j1 in _tiles(len(k), tile_n):
         for i0, i1 in _tiles(len(q), tile_m):
             s = _scores(q, k, i0, i1, j0, j1, causal, scale)  # Eq. 1, Eq. 19
-            p = torch.exp(s - _finite(lse[i0:i1, None]))  # Eq. 24
+            p = weights(s, i0, i1)
             dv[j0:j1] += p.T @ d_o[i0:i1]  # Eq. 20
             dp = d_o[i0:i1] @ v[j0:j1].T  # Eq. 21
             ds = p * (dp - delta[i0:i1])  # Eq. 25
