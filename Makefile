@@ -16,8 +16,9 @@ check: $(VENV)/installed
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 
 types: $(VENV)/installed
-	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt basedpyright
+	$(RUN) -c 'import basedpyright, mypy' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt basedpyright mypy
 	$(RUN) -m basedpyright
+	$(RUN) -m pytest tests/docs/test_types.py
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
