@@ -20,7 +20,7 @@ import tilewise as tw
 from tilewise import distributed, keywords
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md")), *sorted((ROOT / "docs/start").glob("*.md"))]
+PAGES = [ROOT / "README.md", *(path for name in ("guide", "start") for path in sorted((ROOT / "docs" / name).glob("*.md")))]
 STUBS = {  # what compat.install("flash_attn") puts there
     "flash_attn/__init__.pyi": "from tilewise.compat.flash_attn import *\n",
     "flash_attn/bert_padding.pyi": "from tilewise.compat.bert_padding import *\n",
