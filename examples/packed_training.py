@@ -53,9 +53,9 @@ def main() -> None:
     optimiser = torch.optim.AdamW(parameters, lr=1e-2)
     for _ in range(30):
         optimiser.zero_grad()
-        loss = loss_of(model, documents)
-        loss.backward()
+        loss_of(model, documents).backward()
         optimiser.step()
+    loss = loss_of(model, documents)
     print(f"loss {loss:.3f} after 30 steps")
     assert loss < packed / 2
 

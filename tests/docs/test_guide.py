@@ -1,4 +1,4 @@
-"""The pages of docs/guide and docs/start keep their promises: the Python blocks of each run in order, where what they import is installed, and leave nothing installed."""
+"""docs/guide and docs/start keep their promises: the Python blocks of each page run in order, if their imports are installed, and leave nothing"""
 
 import ast
 import re
