@@ -90,7 +90,7 @@ def built(tmp_path_factory) -> Path:
     if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
         pytest.skip("mkdocs is not installed: pip install -c constraints.txt '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "REPOSITORY_URL": "https://example.org/tilewise", "NO_MKDOCS_2_WARNING": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
