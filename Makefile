@@ -16,8 +16,9 @@ check: $(VENV)/installed
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 
 types: $(VENV)/installed
-	$(RUN) -m basedpyright --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt basedpyright
+	$(RUN) -c 'import basedpyright, mypy' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt basedpyright mypy
 	$(RUN) -m basedpyright
+	$(RUN) -m pytest tests/docs/test_types.py
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
@@ -43,6 +44,7 @@ lint: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(RUN) -m mkdocs --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -m pytest tests/docs/test_site.py
 	$(RUN) -m tilewise report
 	$(RUN) -m mkdocs build --strict
 

@@ -5,7 +5,7 @@ mask's size) is checked by the operator, before any work.
 """
 
 from collections.abc import Mapping
-from typing import Never
+from typing import Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from tilewise import errors
 from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
+from tilewise.keywords import AttentionOptions
 from tilewise.masks import Causal, Full, Mask, PerHead
 from tilewise.problem import Extras
 from tilewise.runtime import call_cache, op, operator
@@ -25,6 +26,44 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 IN_EIGHT_BITS_OUT = (torch.bfloat16, torch.float16, torch.float32)  # what O of 8-bit tensors may be
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], return_max_logits: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logits: bool = False, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,

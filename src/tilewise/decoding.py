@@ -3,7 +3,7 @@
 runtime/decode_operator.py and runtime/append_operator.py do the work. Nothing here reads a tensor's values.
 """
 
-from typing import NamedTuple, Never
+from typing import Literal, NamedTuple, Never, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from tilewise.errors import (
     check_words,
     meets_itself,
 )
+from tilewise.keywords import DecodeOptions
 from tilewise.masks import Dense, Mask
 from tilewise.problem import INT32
 from tilewise.runtime import append_operator, decode_cache, decode_operator
@@ -36,6 +37,18 @@ from tilewise.runtime.plain import needs_dispatch
 OF_CACHES = (*DTYPES, *EIGHT_BITS)
 
 
+@overload
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DecodeOptions]
+) -> Tensor: ...
+@overload
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: Literal[True], **options: Unpack[DecodeOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = False, **options: Unpack[DecodeOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def decode(
     q: Tensor,
     k_cache: Tensor,

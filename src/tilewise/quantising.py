@@ -1,5 +1,7 @@
 """Tensors in 8 bits with their scales, for `attention` and for caches: the contract and its checks. The arithmetic is backends/eight_bits.py's."""
 
+from typing import Literal, overload
+
 from torch import Tensor
 
 from tilewise import errors
@@ -11,6 +13,18 @@ PER = ("tensor", "head", "token", "tile")
 NO_GRADIENT = "quantise has none; a gradient comes from attention(..., precision=)"
 
 
+@overload
+def quantise(
+    x: Tensor, recipe: str = "fp8", *, per: str = "tensor", hadamard: bool = False, centre: Literal[False] = False
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def quantise(
+    x: Tensor, recipe: str = "fp8", *, per: str = "tensor", hadamard: bool = False, centre: Literal[True]
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def quantise(
+    x: Tensor, recipe: str = "fp8", *, per: str = "tensor", hadamard: bool = False, centre: bool = False
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def quantise(
     x: Tensor, recipe: str = "fp8", *, per: str = "tensor", hadamard: bool = False, centre: bool = False
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Attention over packed sequences: `attention_varlen`, whose keys are packed too, or lie in pages and are then decode's business."""
 
 from collections.abc import Mapping
-from typing import Never
+from typing import Literal, Never, Unpack, overload
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from tilewise import errors
 from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combine, documents, eight_bits, largest_of_documents, operands
 from tilewise.decoding import OF_CACHES, decode
 from tilewise.errors import ShapeError, UnsupportedError, check_words
+from tilewise.keywords import VarlenOptions
 from tilewise.masks import Full, Mask
 from tilewise.problem import Extras
 from tilewise.runtime import call_cache, operator
@@ -20,6 +21,66 @@ SPLIT = 256  # keys of one piece of decode, where a document's bits are to be it
 NO_GRADIENT = "keys in pages are for inference and have no gradient"
 
 
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    return_max_logits: bool = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,

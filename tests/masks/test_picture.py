@@ -1,11 +1,13 @@
 """Pictures of masks: the text exactly, the images by what they paint."""
 
+import sys
 import xml.etree.ElementTree
 
 import pytest
 import torch
 
-from tilewise.masks import Causal, Dense, Documents, Full, PerHead, SlidingWindow
+from tilewise import explain
+from tilewise.masks import Causal, Dense, Documents, Full, Padding, Part, PerHead, PrefixTree, SlidingWindow, notebook
 from tilewise.masks.picture import COLOURS, FILLED, HIDDEN, PARTIAL, SKIPPED
 
 
@@ -70,3 +72,43 @@ def test_bad_input_is_named():
         Causal().show(4096, 4096, tile_m=1, tile_n=1)
     with pytest.raises(ValueError, match="tile_m and tile_n must be 1 or more, got -1 and 4"):
         Causal().show(8, 8, tile_m=-1, tile_n=4)
+
+
+@pytest.mark.parametrize(
+    "mask, lengths",
+    [
+        (Causal(), (32, 32)),
+        (SlidingWindow(127, 0), (254, 254)),
+        (Documents([0, 30, 100]) & SlidingWindow(7, 0), (100, 100)),
+        (Documents([0, 30], [0, 50]), (30, 50)),
+        (PrefixTree.group(48, [16, 20]), (84, 84)),
+        (Dense(torch.ones(17, 40, dtype=torch.bool)), (17, 40)),
+        (Dense(torch.ones(1, 40, dtype=torch.bool)), (32, 40)),
+        (Padding(torch.tensor([5, 9])), (9, 9)),
+        (Part(Causal(), 64, [(0, 32)]), (32, 64)),
+        (PerHead({(0, 2): Causal(), (2, 4): Full()}), (32, 32)),
+    ],
+    ids=repr,
+)
+def test_a_notebook_shows_lengths_that_fit(mask, lengths):
+    assert notebook.fitting(mask) == lengths
+    shown = xml.etree.ElementTree.fromstring(mask._repr_html_().replace("xlink:href", "href"))
+    caption = "".join(shown.find("figcaption").itertext())
+    assert caption == f"{mask!r} at {lengths[0]:,} queries x {lengths[1]:,} keys"
+
+
+def test_a_notebook_without_matplotlib_shows_characters(monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.patches"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "<pre>" + Causal().show(32, 32) + "</pre>" in Causal()._repr_html_()
+
+
+def test_a_notebook_shows_what_explain_gives():
+    q = torch.randn(1, 200, 2, 16)
+    given = explain(q, q, q, mask=Causal() & SlidingWindow(50, 0))
+    shown = given._repr_html_()
+    assert "<svg" in shown and f"tiles of {given.tiles.tile_m} x {given.tiles.tile_n}" in shown
+    assert "SlidingWindow(50,0)" in shown and "at 200 queries x 200 keys" in shown
+    assert all(f"<th style='text-align:left'>{name}</th>" in shown for name in ("backend", "passed over", "tiles", "visible pairs"))
+    long = torch.zeros(1, 1, 1, 16).expand(1, 300_000, 1, 16)
+    assert "16384 x 16384" in explain(long, long, long, causal=True)._repr_html_()  # its own tiles would be too many to draw

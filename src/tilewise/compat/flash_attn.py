@@ -59,7 +59,7 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-):
+) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to k, v (batch, seqlen_k, heads_k, head_dim)."""
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     extras, usual = Extras(None, alibi_slopes), return_attn_probs is False
@@ -85,7 +85,7 @@ def flash_attn_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-):
+) -> Any:
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
@@ -103,7 +103,7 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-):
+) -> Any:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
@@ -128,7 +128,7 @@ def flash_attn_varlen_func(
     deterministic=False,
     return_attn_probs=False,
     block_table=None,
-):
+) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k, v (total_k, heads_k, head_dim), cu_seqlens (batch + 1,).
 
     block_table: (batch, max_blocks); k, v are then (blocks, page_size, heads_k, head_dim), and cu_seqlens_k says the lengths.
@@ -170,7 +170,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-):
+) -> Any:
     """`flash_attn_varlen_func` with kv (total_k, 2, heads_k, head_dim)."""
     k, v = translate.unpacked("kv", kv, ("total_k", "2", "heads_k", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
@@ -193,7 +193,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-):
+) -> Any:
     """`flash_attn_varlen_func` with qkv (total, 3, heads, head_dim)."""
     q, k, v = translate.unpacked("qkv", qkv, ("total", "3", "heads", "head_dim"))
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
@@ -224,7 +224,7 @@ def flash_attn_with_kvcache(
     alibi_slopes=None,
     num_splits=0,
     return_softmax_lse=False,
-):
+) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to a cache, to which k, v (batch, seqlen_new, heads_k, head_dim) are first appended in place.
 
     k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (blocks, page_size, heads_k, head_dim).

@@ -12,6 +12,8 @@ Arguments beside those:
     num_splits, pack_gqa, sm_margin, scheduler_metadata: how the peer's kernels run; they change no result, and nothing here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,7 @@ def flash_attn_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
-):
+) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     scales = _descale.scales(q, k, q_descale, k_descale, v_descale, qv)
@@ -80,7 +82,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q=None,
     sm_margin=0,
     return_attn_probs=False,
-):
+) -> Any:
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim), or with num_heads_q (batch, seqlen, num_heads_q + 2 heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     if num_heads_q is None:
@@ -119,7 +121,7 @@ def flash_attn_varlen_func(
     deterministic=False,
     sm_margin=0,
     return_attn_probs=False,
-):
+) -> Any:
     """Attention of packed sequences: q (total_q, heads, head_dim), k, v (total_k, heads_k, ...), cu_seqlens (batch + 1,). Rows not in use are 0."""
     given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
     lengths = translate.Packed(cu_seqlens_q, seqused_q), translate.Packed(cu_seqlens_k, seqused_k)
@@ -161,7 +163,7 @@ def flash_attn_with_kvcache(
     pack_gqa=None,
     sm_margin=0,
     return_softmax_lse=False,
-):
+) -> Any:
     """`tilewise.compat.flash_attn.flash_attn_with_kvcache`, and what is new here.
 
     cu_seqlens_q: (batch + 1,); q is then packed, (total_q, heads, head_dim). cu_seqlens_k_new: likewise k and v.

@@ -9,6 +9,8 @@ Arguments beside those of `tilewise.compat.flash_attn` and `tilewise.compat.flas
     score_mod, mask_mod, their tensors and block_sparse_tensors are programs and tables for the peer's kernels, and refused.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from tilewise.compat import _kvcache
@@ -56,7 +58,7 @@ def flash_attn_func(
     block_sparse_tensors=None,
     block_sparse_tensors_bwd=None,
     return_lse=False,
-):
+) -> Any:
     """Attention of q (batch, seqlen_q, heads, head_dim) to k (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v).
 
     LSE is (batch, heads, seqlen_q), with qv (batch, seqlen_q, heads).
@@ -102,7 +104,7 @@ def flash_attn_varlen_func(
     scheduler_metadata=None,
     seqlen_k_per_split=None,
     disable_scheduler_metadata=False,
-):
+) -> Any:
     """Attention of sequences of their own lengths.
 
     q: packed (total_q, heads, head_dim) with cu_seqlens_q (batch + 1,), or (batch, seqlen_q, heads, head_dim) without; seqused_q (batch,) says how

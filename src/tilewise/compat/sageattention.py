@@ -44,7 +44,7 @@ LAYOUTS = "HND", "NHD"
 
 
 @translate_errors(**OURS)
-def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, attn_mask=None, **kwargs):
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, attn_mask=None, **kwargs) -> Any:
     """Attention of q (batch, heads_q, seqlen_q, head_dim) to k, v (batch, heads_k, seqlen_k, ...)."""
     return _attend(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, EIGHT, {**kwargs, "attn_mask": attn_mask})
 
@@ -63,7 +63,7 @@ def sageattn_qk_int8_pv_fp8_cuda(
     smooth_v=False,
     return_lse=False,
     **kwargs,
-):
+) -> Any:
     """As `sageattn`."""
     return _attend(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, EIGHT, kwargs)
 
@@ -81,7 +81,7 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     smooth_k=True,
     return_lse=False,
     **kwargs,
-):
+) -> Any:
     """As `sageattn`."""
     return _attend(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, EIGHT, kwargs)
 
@@ -100,7 +100,7 @@ def sageattn_qk_int8_pv_fp16_cuda(
     smooth_v=False,
     return_lse=False,
     **kwargs,
-):
+) -> Any:
     """As `sageattn`, with P V in the inputs' dtype."""
     return _attend(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, SIXTEEN, kwargs)
 
@@ -117,7 +117,7 @@ def sageattn_qk_int8_pv_fp16_triton(
     smooth_k=True,
     return_lse=False,
     **kwargs,
-):
+) -> Any:
     """As `sageattn`, with P V in the inputs' dtype."""
     return _attend(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, SIXTEEN, kwargs)
 
@@ -125,7 +125,7 @@ def sageattn_qk_int8_pv_fp16_triton(
 @translate_errors(**OURS)
 def sageattn_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, sm_scale=None, smooth_k=True, **kwargs
-):
+) -> Any:
     """Attention of packed sequences: q (total_q, heads_q, head_dim), k, v (total_k, heads_k, ...), cu_seqlens (batch + 1,); P V in the inputs' dtype.
 
     max_seqlen_q, max_seqlen_k: not needed.

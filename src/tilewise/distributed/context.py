@@ -6,7 +6,7 @@ to those who hold them, and are added in the order of the ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tilewise import api, errors
 from tilewise.distributed.exchange import begin, begin_back, collect, finish, finish_back
 from tilewise.distributed.planning import Plan
 from tilewise.errors import ShapeError, UnsupportedError
+from tilewise.keywords import ShardedOptions
 from tilewise.masks.arguments import check_count
 from tilewise.runtime import operator
 
@@ -31,6 +32,18 @@ class Options(NamedTuple):
     stages: int
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[False] = False, **options: Unpack[ShardedOptions]
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: Literal[True], **options: Unpack[ShardedOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, return_lse: bool = False, **options: Unpack[ShardedOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @torch.compiler.disable
 def attention(
     q: Tensor,

@@ -1,6 +1,6 @@
 """Decoding from a cache of which each rank holds a share of every sequence: partial results, merged by their LSE after one collective."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from tilewise.decoding import decode as decode_here
 from tilewise.distributed.exchange import told
 from tilewise.distributed.planning import place_of
 from tilewise.errors import ShapeError, UnsupportedError, check_flag, check_tensor
+from tilewise.keywords import ShardedDecodeOptions
 from tilewise.masks import Mask
 from tilewise.masks.arguments import check_count
 from tilewise.merge import merge
@@ -23,6 +24,39 @@ def held(tokens: Tensor, rank: int, world: int, interleave: int) -> Tensor:
     return tokens // turn * interleave + (tokens % turn - rank * interleave).clamp(0, interleave)
 
 
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mesh: Any,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ShardedDecodeOptions],
+) -> Tensor: ...
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mesh: Any,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: Literal[True],
+    **options: Unpack[ShardedDecodeOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    mesh: Any,
+    *,
+    cache_seqlens: Tensor,
+    return_lse: bool = False,
+    **options: Unpack[ShardedDecodeOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def decode(
     q: Tensor,
     k_cache: Tensor,

@@ -1,6 +1,6 @@
 """Checks of what mask constructors are given: every message names the argument, what was given and what is expected."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import index
 from typing import Any
@@ -10,6 +10,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.errors import ShapeError
+
+# What constructors take; what they keep is tuples of ints.
+Integers = Sequence[int] | ndarray | Tensor
+Ranges = Sequence[Sequence[int]] | ndarray | Tensor
 
 ALIGNMENTS = ("bottom_right", "top_left")
 LARGEST = (1 << 31) - 1  # positions are int32 in every kernel

@@ -5,7 +5,7 @@ Every mask here is made of bands: a handful of rectangles cut by diagonals (`ban
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -17,7 +17,19 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import by_heads, check_count, check_fits, check_offset, cu_seqlens, integers, placed, ranges, window
+from tilewise.masks.arguments import (
+    Integers,
+    Ranges,
+    by_heads,
+    check_count,
+    check_fits,
+    check_offset,
+    cu_seqlens,
+    integers,
+    placed,
+    ranges,
+    window,
+)
 from tilewise.masks.band_tables import INF, expand
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Recent
@@ -148,8 +160,8 @@ class Documents(Mask):
     tensor); keys follow the queries where cu_seqlens_k is None. Tokens beyond the last document see nothing and are seen by nobody.
     """
 
-    cu_seqlens_q: tuple[int, ...]
-    cu_seqlens_k: tuple[int, ...] | None = None
+    cu_seqlens_q: Integers
+    cu_seqlens_k: Integers | None = None
     inner: Mask | None = None
 
     def __post_init__(self) -> None:
@@ -209,7 +221,7 @@ class Unread(Mask):
     def read(self) -> Documents:
         """The mask with the values that the tensors hold now. Keys that are not used are documents without queries, after each of the others."""
         self._check_used()
-        return Documents(*self.ends(), inner=self.inner)  # pyright: ignore[reportArgumentType]  (made from any integers)
+        return Documents(*self.ends(), inner=self.inner)
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """cu_seqlens of `read`, where the tensors are: (documents + 1,), or (2 documents + 1,) each with `seqused_k`."""
@@ -323,9 +335,9 @@ class Slices(Mask):
     causal (j - k0 >= i - q0) through the top left corner, 3 both.
     """
 
-    q_ranges: tuple[tuple[int, int], ...]
-    k_ranges: tuple[tuple[int, int], ...]
-    kinds: tuple[int, ...]
+    q_ranges: Ranges
+    k_ranges: Ranges
+    kinds: Integers
 
     def __post_init__(self) -> None:
         for name in ("q_ranges", "k_ranges"):
@@ -347,7 +359,7 @@ class Slices(Mask):
         """The slices that are `mask` at these lengths; at most three a band, and they do not overlap."""
         if not isinstance(mask, Mask):
             raise ValueError(f"Slices.from_mask: mask must be a mask, got {type(mask).__name__} {mask!r:.100}")
-        return cls(*mask.slices(seqlen_q, seqlen_k))  # pyright: ignore[reportArgumentType]  (made from any integers)
+        return cls(*mask.slices(seqlen_q, seqlen_k))
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         q, k = np.array(self.q_ranges, np.int64).reshape(-1, 2), np.array(self.k_ranges, np.int64).reshape(-1, 2)
@@ -366,7 +378,7 @@ class PerHead(Mask):
     The ranges cover heads 0 .. heads_q - 1 exactly once.
     """
 
-    masks: tuple[tuple[tuple[int, int], Mask], ...]
+    masks: Mapping[tuple[int, int], Mask] | Sequence[tuple[tuple[int, int], Mask]]
 
     def __post_init__(self) -> None:
         masks = tuple(by_heads(self.masks))
@@ -392,8 +404,8 @@ class PerHead(Mask):
         return "PerHead({" + ",".join(f"({first},{last}):{mask.text(tensors)}" for (first, last), mask in self.masks) + "})"
 
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
-        if heads != self.masks[-1][0][1]:
-            raise ShapeError(f"PerHead: the head ranges cover {self.masks[-1][0][1]} heads, the call has heads {heads}; they must agree")
+        if heads != self.extent[1]:
+            raise ShapeError(f"PerHead: the head ranges cover {self.extent[1]} heads, the call has heads {heads}; they must agree")
         return tuple(
             plane._replace(heads=range(first, last))
             for (first, last), mask in self.masks

@@ -144,6 +144,12 @@ class Mask:
 
         return show(self, seqlen_q, seqlen_k, **options)
 
+    def _repr_html_(self) -> str:
+        """The picture that a notebook shows, at lengths that fit the mask."""
+        from tilewise.masks.notebook import html
+
+        return html(self)
+
     def _key(self):
         if self.source is not None:
             return self.source

@@ -8,7 +8,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import integers
+from tilewise.masks.arguments import Integers, integers
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import values
 from tilewise.masks.mask import Blocks, Full, Mask, Plane, joint_extent
@@ -26,8 +26,8 @@ class Padding(Mask):
     that is filled differently wants it.
     """
 
-    lengths: Tensor | tuple[int, ...] | None = None
-    start: Tensor | tuple[int, ...] | None = None
+    lengths: Integers | None = None
+    start: Integers | None = None
     inner: Mask | None = None
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import check_count, is_integer, ranges
+from tilewise.masks.arguments import Ranges, check_count, is_integer, ranges
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.mask import Blocks, Mask, Plane
@@ -26,7 +26,7 @@ class Part(Mask):
 
     mask: Mask
     seqlen_q: int
-    rows: tuple[tuple[int, int], ...]
+    rows: Ranges
     heads: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from tilewise.errors import ShapeError
-from tilewise.masks.arguments import check_count, check_fits, integers
+from tilewise.masks.arguments import Integers, check_count, check_fits, integers
 from tilewise.masks.band_tables import INF
 from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import values
@@ -45,8 +45,8 @@ class PrefixTree(Mask):
     A rollout is a path from a root to a leaf, and rollouts are in the order of their leaves. One that ends where others go on has a leaf of 0 tokens.
     """
 
-    parents: tuple[int, ...]
-    lengths: tuple[int, ...]
+    parents: Integers
+    lengths: Integers
     window: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,11 +1,14 @@
 """What a call would do and what it costs, in sentences: the backend, its tiles, the work, the memory, and why the others were passed over."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
 
 import torch
 
 from tilewise.machine.roofline import Estimate, Shape, Tile, estimate, score_matrix_bytes
 from tilewise.machine.sheets import machine_for
+from tilewise.masks import Mask
+from tilewise.masks.notebook import html
 from tilewise.masks.tiles import lower
 from tilewise.problem import Call, Problem
 from tilewise.runtime.dispatch import CHOSEN_ONLY_BY_NAME, choose, reasons
@@ -44,6 +47,8 @@ class Explanation:
     notes: tuple[str, ...]
     runs_on: str = ""  # what the backend says of itself: instruction set, threads
     details: tuple[str, ...] = ()  # what it says of its kernel for this call
+    mask: Mask | None = field(default=None, repr=False, compare=False)
+    lengths: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)  # seqlen_q, seqlen_k
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}{f' ({self.runs_on})' if self.runs_on else ''}"]
@@ -55,6 +60,17 @@ class Explanation:
         lines.append(f"the naive formula would store {self.score_matrix_bytes / 1e6:,.1f} MB for one score matrix")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture of the mask, cut into the backend's tiles, over the sentences."""
+        tile = None if self.tiles is None else (self.tiles.tile_m, self.tiles.tile_n)
+        picture = "" if self.mask is None else html(self.mask, self.lengths, tile)
+        rows = (line.partition(": ") for line in str(self).splitlines())
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(said)}</td></tr>"
+            for name, _, said in rows
+        )
+        return f"{picture}<table>{cells}</table>"
 
 
 def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
@@ -89,6 +105,8 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
         notes=tuple(notes),
         runs_on=chosen.describe(),
         details=tuple(chosen.details(call)),
+        mask=call.mask,
+        lengths=(call.seqlen_q, call.seqlen_k),
     )
 
 

@@ -113,8 +113,8 @@ RDNA_SPILLS = {
     "gfx1100 forward float32 128 band plain": 684,
 }
 LISTED = SPILLS | SPILLS_MORE | RDNA_SPILLS
-"""Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them as they are; others
-wait for one, or are rare (unaligned tensors, `prepare` of a head_dim of 512). RDNA_SPILLS: RDNA3 has 256 registers, which operands of 128 columns fill.
+"""Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them so; others wait
+for one, or are rare (unaligned tensors, `prepare` of a head_dim of 512). RDNA_SPILLS: RDNA3 has 256 registers, which operands of 128 columns fill.
 """
 TABLE = rows()
 INVENTORY = list(cases())

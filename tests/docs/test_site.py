@@ -1,0 +1,169 @@
+"""The site: mkdocs.yml names every page and no other, pages of docs/start say what the code has, `mkdocs build --strict` passes, and fits a phone."""
+
+import functools
+import importlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tilewise import masks
+from tilewise.cli import grammar
+from tilewise.runtime import dispatch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+PHONE = 400  # pixels
+
+
+def start(name: str) -> str:
+    return (DOCS / "start" / name).read_text(encoding="utf-8")
+
+
+def named(settings: str) -> list[str]:
+    """The pages in the navigation, in order."""
+    return re.findall(r"^ +- (?:.+: )?([\w/.-]+\.md)$", settings[settings.index("\nnav:") :], re.MULTILINE)
+
+
+def test_the_navigation_has_every_page_once():
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(named(SETTINGS)) == sorted(pages)
+
+
+def test_a_page_that_is_missing_is_seen():
+    assert named("x\nnav:\n  - A: a.md\n  - B:\n      - b/c-d.md\n") == ["a.md", "b/c-d.md"]
+
+
+def test_what_the_workflow_sets_is_read():
+    """mkdocs.yml takes addresses from the environment, as no checkout knows where it is served."""
+    workflow = (ROOT / ".github/workflows/site.yml").read_text(encoding="utf-8")
+    read = set(re.findall(r"!ENV \[(\w+),", SETTINGS))
+    assert read == {"SITE_URL", "REPOSITORY_URL"} and all(f"{name}: ${{{{" in workflow for name in read)
+    assert "tests/docs/test_site.py" in (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_backends_are_those_of_the_code_in_their_order():
+    rows = re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", start("backends.md").partition("Nothing falls back")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == [backend.name for backend in dispatch.backends()]
+    by_name = [name for name, chosen_for in rows if chosen_for.startswith("nothing, unless it is asked for")]
+    assert sorted(by_name) == sorted(dispatch.CHOSEN_ONLY_BY_NAME)
+
+
+def test_commands_are_those_of_the_code():
+    rows = re.findall(r"^\| `tilewise (\w+)` \|", start("command-line.md"), re.MULTILINE)
+    assert sorted(rows) == sorted(grammar.COMMANDS)
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", start("command-line.md"), re.MULTILINE)}
+    assert codes == {int(code) for code in re.findall(r"^  (\d+) ", grammar.EXIT_CODES, re.MULTILINE)}
+
+
+def test_masks_are_those_of_the_code():
+    table = start("masks.md").partition("## Masks are sets")[0]
+    listed = set(re.findall(r"`(\w+)\(", "\n".join(line.partition(" | ")[0] for line in table.splitlines() if line.startswith("| `"))))
+    public = {name for name in importlib.import_module("tilewise").__all__ if isinstance(getattr(masks, name, None), type)}
+    assert listed == public - {"Mask", "Band", "Part"}  # the base class, and two that backends and ranks are made with
+
+
+def test_a_plot_that_was_not_drawn_leaves_its_words(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    without_missing = importlib.import_module("site_hooks").without_missing
+    text = "See [time](plots/time.svg), [a page](numerics.md).\n![Errors](../plots/a/e.svg)\n"
+    assert without_missing(text, lambda target: True) == text
+    kept = "See time, [a page](numerics.md).\n*(Errors: not drawn in this build)*\n"
+    assert without_missing(text, lambda target: False) == kept
+    assert without_missing(text, lambda target: target == "plots/time.svg").startswith("See [time](plots/time.svg)")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed: pip install -c constraints.txt '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "REPOSITORY_URL": "https://example.org/tilewise", "NO_MKDOCS_2_WARNING": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning(built):
+    pages = {path.relative_to(built).as_posix() for path in built.rglob("index.html")}
+    assert len(pages) == len(named(SETTINGS))
+    first = (built / "index.html").read_text(encoding="utf-8")
+    for part in (
+        "md-tabs",
+        'data-md-color-scheme="slate"',
+        "https://example.org/tilewise",
+        'data-md-component="search"',
+        "papers-h100.svg",
+        "2026-",
+    ):
+        assert part in first, part
+    assert (built / "search/search_index.json").stat().st_size > 100_000
+    assert "fonts.googleapis" not in first
+
+
+PROBE = """<!doctype html><title>probe</title><body><script>
+const pages = PAGES, found = {};
+async function measure() {
+  for (const page of pages) {
+    const frame = document.createElement("iframe");
+    frame.style.cssText = "width:WIDTHpx;height:800px;border:0";
+    await new Promise(done => { frame.onload = done; frame.src = page; document.body.append(frame); });
+    const root = frame.contentDocument.documentElement;
+    const wide = [...root.querySelectorAll("article *")].filter(e => e.getBoundingClientRect().right > WIDTH + 1 && !e.closest(SCROLLS));
+    found[page] = [root.scrollWidth, root.clientWidth, wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120))];
+    frame.remove();
+  }
+  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
+}
+measure();
+</script>"""
+SCROLLS = ".md-typeset__scrollwrap, pre, .arithmatex"  # boxes in which what is too wide scrolls
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH; on Debian: apt-get install chromium")
+def test_no_page_is_wider_than_a_phone(built, tmp_path):
+    pages = sorted(f"/{path.relative_to(built).as_posix()}" for path in built.rglob("index.html"))
+    text = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE)).replace("SCROLLS", json.dumps(SCROLLS))
+    (built / "probe.html").write_text(text, encoding="utf-8")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Site, directory=str(built)))
+    server.found = queue.Queue()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}")
+    offline = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+    address = f"http://127.0.0.1:{server.server_port}/probe.html"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    browser = subprocess.Popen([CHROMIUM, *flags, offline, "--remote-debugging-port=0", address], **quiet, start_new_session=True)
+    try:
+        found = server.found.get(timeout=120)
+    finally:
+        os.killpg(browser.pid, signal.SIGKILL)  # with the processes that it started
+        browser.wait()
+        server.shutdown()
+        server.server_close()
+    assert found.keys() == set(pages)
+    assert not {page: said for page, said in found.items() if said[0] > said[1]}
+
+
+class Site(SimpleHTTPRequestHandler):
+    """The built site, and where the page says what it found."""
+
+    def do_POST(self) -> None:
+        self.server.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
