@@ -381,7 +381,8 @@ def test_without_rich_and_matplotlib():
     lines, said = found.stdout.splitlines(), "the package 'rich' is not installed; install it with: pip install \"tilewise[cli]\""
     printing = lines[0].split()
     assert set(printing) - {"tilewise.demo.job", "tilewise.demo.serve", "tilewise.demo.several", "tilewise.display.progress"} == {
-        f"tilewise.cli.{name}" for name in ("ahead", "commands", "decoding", "kernels", "ladder", "output", "training", "triton_tune")
+        f"tilewise.cli.{name}"
+        for name in ("ahead", "commands", "decoding", "kernels", "ladder", "output", "training", "triton_tune", "triton_warmup")
     }
     assert "Backends, for causal attention with gradients" in lines and lines[-1].endswith("or take format='text'")
     assert found.stderr.splitlines() == [f"tilewise check: {said}", "0 0 0 3", f"tilewise.ladder: {said}"] and found.returncode == 1

@@ -24,7 +24,7 @@ SCHEMAS = {
     "append": (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, Tensor? "
         "cache_batch_idx, Tensor? cu_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_first, bool interleaved, bool "
-        "check) -> ()"
+        "check, bool skip) -> ()"
     ),
 }
 

@@ -51,7 +51,7 @@ def split_k(q: Tensor, k: Tensor, v: Tensor, *, tile_n: int = 64, warps: int = 4
     shared = Shared()
     m, l, o = q.new_full((len(q), 1), -torch.inf), q.new_zeros(len(q), 1), q.new_zeros(len(q), v.shape[1])
     for j in range(0, len(k), tile_n):
-        slices = list(torch.arange(j, min(j + tile_n, len(k)), device=q.device).chunk(warps))
+        slices = list(torch.arange(j, min(j + tile_n, len(k)), dtype=torch.int64, device=q.device).chunk(warps))
         scores = [q.shape[1] ** -0.5 * shared.moved("Q", q) @ shared.moved("K and V", k[mine]).T for mine in slices]  # Eq. 1
         m_old, m = (
             m,

@@ -103,7 +103,9 @@ class PrefixTree(Mask):
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """(tokens,) int64, each token's place in its rollouts: what rotary and learned positions are made of."""
-        return self._by_token(np.array(self._depths, np.int64) - self.starts[:-1], device) + torch.arange(self.starts[-1], device=device)
+        return self._by_token(np.array(self._depths, np.int64) - self.starts[:-1], device) + torch.arange(
+            self.starts[-1], dtype=torch.int64, device=device
+        )
 
     def predictions(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """(sources, targets), (tokens - first ones,) int64 each: the token at targets[i] is predicted by what the model gives at sources[i].
@@ -139,7 +141,7 @@ class PrefixTree(Mask):
     def path(self, rollout: int, device: torch.device | str = "cpu") -> Tensor:
         """(length,) int64, where a rollout's tokens lie: `x[tree.path(i)]` is what rollout i alone would have; IndexError where there is none."""
         nodes = [*self._ancestry(self.leaves[rollout])][::-1]
-        return torch.cat([torch.arange(self.starts[node], self.starts[node + 1], device=device) for node in nodes])
+        return torch.cat([torch.arange(self.starts[node], self.starts[node + 1], dtype=torch.int64, device=device) for node in nodes])
 
     @cached_property
     def _depths(self) -> tuple[int, ...]:

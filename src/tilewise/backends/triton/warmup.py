@@ -89,7 +89,7 @@ def _bound(cell: Cell, target: Target) -> Bound:
     """A bound call of that kind, for the target, on CPU tensors that hold nothing."""
     one = torch.empty(1, 1, 16, 16, dtype=cell.dtype, device="cpu")
     values: dict[str, object] = {
-        "softcap": 1.0, "bias": one.expand(1, cell.group, 16, 16), "alibi": torch.empty(1, cell.group, device="cpu"),
+        "softcap": 1.0, "bias": one.expand(1, cell.group, 16, 16), "alibi": torch.empty(1, cell.group, dtype=torch.float32, device="cpu"),
         "sink": torch.empty(cell.group, dtype=cell.dtype, device="cpu"), "dropout": Dropout(0.5, 0, 0),
     }  # fmt: skip
     q, k, v = (

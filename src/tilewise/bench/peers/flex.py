@@ -93,7 +93,11 @@ def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
             if parent >= 0:
                 below[node] |= below[parent]
         below = below.to(device)
-        node_of = torch.arange(len(mask.parents), device="cpu").repeat_interleave(torch.tensor(mask.lengths, device="cpu")).to(device)
+        node_of = (
+            torch.arange(len(mask.parents), dtype=torch.int64, device="cpu")
+            .repeat_interleave(torch.tensor(mask.lengths, dtype=torch.int64, device="cpu"))
+            .to(device)
+        )
         return lambda b, h, i, j: below[node_of[i], node_of[j]] & (j <= i)
     return None
 
