@@ -29,7 +29,7 @@ def test_every_variable_is_documented_and_every_documented_one_is_there():
     documented = set(re.findall(r"`(TILEWISE_[A-Z0-9_]+)`", PAGE.read_text(encoding="utf-8")))
     assert named_in("src", "tools") <= documented
     assert documented <= named_in("src", "tools") | {f"TILEWISE_FUZZ_{name}" for name in ("CALLS", "SEED")} | named_in(
-        "tests/gpu", "tests/shared"
+        "tests/gpu", "tests/shared", "tests/compat"
     )
     assert set(environment.NAMES) <= documented
 
