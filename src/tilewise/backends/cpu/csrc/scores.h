@@ -135,8 +135,8 @@ static void dropout_factors(float* factor, int64_t lds, const Head& h, const Cro
   const uint32_t head = (uint32_t)(h.batch * (a.all_heads ? a.all_heads : a.heads_q) + a.first_head + h.head);
   for (int v = 0; v < vectors; v++) {
     vi row = lane_index() + splat((int32_t)(c.row + v * L));
-    if (a.rows)
-      for (int x = 0; x < L; x++) row[x] = (int32_t)a.rows[c.row + min_of((int64_t)(v * L + x), c.rows - 1)];
+    if (a.rows)  // to the call's last: a crop may be a part of another, and have that one's number of rows
+      for (int x = 0; x < L; x++) row[x] = (int32_t)a.rows[min_of(c.row + v * L + x, a.seqlen_q - 1)];
     for (int64_t key = c.key_begin & ~(int64_t)3; key < c.key_end; key += 4) {
       vu words[4] = {splat_u((uint32_t)(key / 4)), (vu)row, splat_u(head), splat_u(a.dropout_offset)};
       philox(words, a.dropout_key[0], a.dropout_key[1]);
