@@ -160,7 +160,7 @@ def draw_roofline(data: dict) -> str:
     return svg(draw, (7.2, 4.2))
 
 
-LATENCY = {"shared memory": 30, "L2": 260, "HBM": {"A100": 470, "H100": 480}}  # clocks, in tens: Luo and others, arXiv 2402.13499
+LATENCY = {"A100": (39, 210, 550), "H100": (40, 291, 700)}  # clocks of L1, which is shared memory's, L2 and HBM: Dewing's AI_kernels (page 3), SXM
 L2_RATE = {"A100": 5120 * 1.41e9, "H100": 8.1e12}  # bytes/s: the whitepaper's 5,120 a clock; what K4.2 draws (page 3)
 CLOCK = {"A100": 1.41e9, "H100": 1.83e9}
 MEMORY = {"A100": (40e6, 80e9), "H100": (50e6, 80e9)}  # bytes of L2 and HBM
@@ -170,12 +170,12 @@ def pyramid() -> dict:
     """Bytes, bytes/s and clocks of each level of memory, registers first: those are read each clock, and have 0 twice."""
     levels = {}
     for name, machine in (("A100", A100), ("H100", H100)):
-        l2, hbm = MEMORY[name]
+        (l2, hbm), clocks = MEMORY[name], LATENCY[name]
         levels[name] = {
             "registers": [machine.sms * machine.registers * 4, 0, 0],
-            "shared memory": [machine.sms * machine.smem_bytes, short(machine.sms * 128 * CLOCK[name]), LATENCY["shared memory"]],
-            "L2": [l2, short(L2_RATE[name]), LATENCY["L2"]],
-            "HBM": [hbm, machine.hbm_bandwidth, LATENCY["HBM"][name]],
+            "shared memory": [machine.sms * machine.smem_bytes, short(machine.sms * 128 * CLOCK[name]), clocks[0]],
+            "L2": [l2, short(L2_RATE[name]), clocks[1]],
+            "HBM": [hbm, machine.hbm_bandwidth, clocks[2]],
         }
     return levels
 

@@ -238,9 +238,8 @@ def decodes(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) <= MOST_DIM or (dtype.itemsize == 2 and head_dim <= 576 and head_dim_v <= 2 * MOST_DIM)
 
 
-Weight = Literal[
-    "plain", "scores", "pairs"
-]  # what a call does to scores: nothing; a softcap or ALiBi; a bias or dropout, which differ by pair
+# What a call does to scores: nothing; a softcap or ALiBi; a bias or dropout, which differ by pair.
+Weight = Literal["plain", "scores", "pairs"]
 
 
 def weight_of(call: Call) -> Weight:

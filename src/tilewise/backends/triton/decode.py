@@ -68,9 +68,8 @@ class Shares:
         self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
-        self.config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)._replace(
-            fused=call.rotary is None
-        )  # rotated as torch does
+        config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)
+        self.config = config._replace(fused=call.rotary is None)  # torch rotates with products and sums rounded one by one
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)

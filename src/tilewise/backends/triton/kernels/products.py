@@ -30,7 +30,7 @@ def dot(a, b, acc, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr):
 @triton.jit
 def _bf16_parts(x):
     """The first, second and last 8 bits of an fp32's 24, each as a bf16; of an infinity itself, 0 and 0."""
-    high = _cut(x)
+    high = tl.where(x == x, _cut(x), x)  # NaN may have all its bits in those that are cut off
     rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - high)
     mid = _cut(rest)
     return high.to(tl.bfloat16), mid.to(tl.bfloat16), (rest - mid).to(tl.bfloat16)
