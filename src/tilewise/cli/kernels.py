@@ -23,6 +23,8 @@ from tilewise.sm90 import cache, jit
 
 def warmup(options: Namespace, console: Console) -> int:
     """Compile kernels into the cache; FAILED when one does not compile."""
+    if others := [name for name in ("arch", "groups") if getattr(options, name)]:
+        raise ValueError(f"{others[0]} goes with --backend triton; Hopper's kernels are for one GPU and any group")
     if options.clear:
         warming.require_cache()
         console.print(f"removed: {cache.clear()} kernels from {cache.folder()}", highlight=False, soft_wrap=True)

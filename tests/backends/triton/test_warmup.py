@@ -54,6 +54,12 @@ def test_what_is_refused(words, what, capsys):
     assert what in capsys.readouterr().err
 
 
+def test_hopper_has_neither_arch_nor_groups(capsys):
+    for words in (["--arch", "sm_89"], ["--groups", "4"]):
+        assert grammar.main(["warmup", "--list", *words]) == 2
+        assert f"{words[0][2:]} goes with --backend triton" in capsys.readouterr().err
+
+
 def test_the_list(capsys):
     assert (
         grammar.main(
