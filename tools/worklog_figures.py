@@ -160,7 +160,10 @@ def draw_roofline(data: dict) -> str:
     return svg(draw, (7.2, 4.2))
 
 
-LATENCY = {"A100": (39, 210, 550), "H100": (40, 291, 700)}  # clocks of L1, which is shared memory's, L2 and HBM: Dewing's AI_kernels (page 3), SXM
+LATENCY = {
+    "A100": (39, 210, 550),
+    "H100": (40, 291, 700),
+}  # clocks of L1, which is shared memory's, L2 and HBM: Dewing's AI_kernels (page 3), SXM
 L2_RATE = {"A100": 5120 * 1.41e9, "H100": 8.1e12}  # bytes/s: the whitepaper's 5,120 a clock; what K4.2 draws (page 3)
 CLOCK = {"A100": 1.41e9, "H100": 1.83e9}
 MEMORY = {"A100": (40e6, 80e9), "H100": (50e6, 80e9)}  # bytes of L2 and HBM
