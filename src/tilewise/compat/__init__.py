@@ -39,6 +39,7 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "diffusers": ("diffusers", "diffusers", "0.42.1"),
     "xformers": ("xformers", "xformers", "0.0.35"),
     "vllm": ("vllm", "vllm", "0.26.0"),
+    "sglang": ("sglang", "sglang", "0.5.17"),
 }
 
 _USE = {  # of those that `install` has not; `from tilewise.compat import transformers` would hide the real one
@@ -49,6 +50,7 @@ _USE = {  # of those that `install` has not; `from tilewise.compat import transf
     "diffusers": 'tilewise.compat.diffusers.register(), then set_attention_backend("tilewise")',
     "xformers": "from tilewise.compat.xformers import memory_efficient_attention",
     "vllm": 'vllm.LLM(..., attention_backend="CUSTOM")',
+    "sglang": 'sglang.Engine(..., attention_backend="tilewise")',
 }
 
 
