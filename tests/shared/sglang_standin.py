@@ -188,7 +188,7 @@ class SimpleNamespaceByIdentity(SimpleNamespace):
 
 
 def batch(runner, which: list[int], lengths: list[int], new: list[int], decoding: bool | None = None):
-    """A ForwardBatch of requests `which`, of which the last `new` of `lengths` tokens are computed; the places of these in the pool are its out_cache_loc."""
+    """A ForwardBatch of requests `which`, of which the last `new` of `lengths` tokens are computed; out_cache_loc is where these go in the pool."""
     decoding = set(new) == {1} if decoding is None else decoding
     table = runner.req_to_token_pool.req_to_token.long()
     places = [table[r, n - m : n] for r, n, m in zip(which, lengths, new, strict=True)]

@@ -1,4 +1,4 @@
-"""tilewise as an attention backend of SGLang: `register()`, which SGLang calls by itself where tilewise is installed, then `--attention-backend tilewise`.
+"""tilewise as an attention backend of SGLang: `register()`, which SGLang calls by itself where both are installed; `--attention-backend tilewise`.
 
 Keys and values are read where SGLang keeps them, in pages of any size, by one call of `tilewise.decode` for every batch: prompts, chunks of prompts
 behind a cached prefix, and single tokens, with windows, sinks, softcap, grouped heads, latent heads (MLA), and caches in e4m3. What is not served is
@@ -9,7 +9,7 @@ NAME = "tilewise"
 
 
 def register() -> None:
-    """Name the backend to SGLang, as one that a server may choose, also for deterministic inference. As good twice as once. ImportError without SGLang."""
+    """Name the backend to SGLang, as one to choose, also for deterministic inference. As good twice as once. ImportError without SGLang."""
     from sglang.srt import server_args  # pyright: ignore[reportMissingImports]
     from sglang.srt.layers.attention.attention_registry import register_attention_backend  # pyright: ignore[reportMissingImports]
 
