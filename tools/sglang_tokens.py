@@ -2,8 +2,9 @@
 
 python tools/sglang_tokens.py torch_native|tilewise FOLDER [PAGE]     writes FOLDER/torch_native.json or FOLDER/tilewise.json
 
-It runs in an environment with SGLang 0.5.17 that need not have tilewise installed. Prompts are of 1 to 150 tokens, one behind the beginning of another;
-64 tokens a batch cut them into chunks, so batches are mixed. Pages of more than one token are found by a Triton kernel of SGLang: TRITON_INTERPRET=1.
+It runs in an environment with SGLang 0.5.17 that need not have tilewise installed. Prompts are of 1 to 150 tokens, one behind the beginning of
+another; 64 tokens a batch cut them into chunks, so batches are mixed. Pages of more than one token are found by a Triton kernel of SGLang:
+TRITON_INTERPRET=1.
 """
 
 import json
