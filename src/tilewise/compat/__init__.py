@@ -38,6 +38,7 @@ _TABLE = {  # the file here: (module, distribution, versions tested)
     "flex": ("torch", "torch", "2.13.0, 2.14.1"),
     "diffusers": ("diffusers", "diffusers", "0.42.1"),
     "xformers": ("xformers", "xformers", "0.0.35"),
+    "cuequivariance": ("cuequivariance_torch", "cuequivariance-torch", "source of 0.13.0"),
     "vllm": ("vllm", "vllm", "0.26.0"),
     "sglang": ("sglang", "sglang", "0.5.17"),
 }
@@ -49,6 +50,7 @@ _USE = {  # of those that `install` has not; `from tilewise.compat import transf
     "flex": "from tilewise.compat.flex import flex_attention",
     "diffusers": 'tilewise.compat.diffusers.register(), then set_attention_backend("tilewise")',
     "xformers": "from tilewise.compat.xformers import memory_efficient_attention",
+    "cuequivariance": "from tilewise.compat.cuequivariance import triangle_attention",
     "vllm": 'vllm.LLM(..., attention_backend="CUSTOM")',
     "sglang": 'sglang.Engine(..., attention_backend="tilewise")',
 }
