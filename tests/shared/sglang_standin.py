@@ -80,8 +80,8 @@ class LatentPool(Pool):
     def get_value_buffer(self, layer_id):
         return self.k[layer_id][..., : self.rank]
 
-    def set_kv_buffer(self, layer, loc, cache_k, cache_v):
-        self.k[layer.layer_id][loc] = cache_k
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v):
+        self.k[layer.layer_id][loc_info] = cache_k
 
     def set_mla_kv_buffer(self, layer, loc, cache_k_nope, cache_k_rope):
         self.k[layer.layer_id][loc] = torch.cat([cache_k_nope, cache_k_rope], dim=-1)
