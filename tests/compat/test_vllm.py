@@ -190,13 +190,17 @@ def test_batch_invariance_is_pieces_of_one_size(monkeypatch):
 def test_registering(monkeypatch):
     standin.install(monkeypatch)
     registered = sys.modules["vllm.v1.attention.backends.registry"].registered
-    monkeypatch.delenv(vllm.CPU, raising=False)
+    for variable in (vllm.CPU, vllm.MLA):
+        monkeypatch.delenv(variable, raising=False)
     vllm.register()
     vllm.register()
     assert registered == {"CUSTOM": "tilewise.compat.vllm_backend.Backend"}
     monkeypatch.setenv(vllm.CPU, "1")
     vllm.register()
     assert registered["CPU_ATTN"] == registered["CUSTOM"] and "tilewise.compat.vllm_backend" not in sys.modules
+    monkeypatch.setenv(vllm.MLA, "1")
+    vllm.register()
+    assert registered["FLASH_ATTN_MLA"] == "tilewise.compat.vllm_mla.Backend"
 
 
 def test_vllm_finds_it():

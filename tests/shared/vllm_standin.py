@@ -52,8 +52,69 @@ class AttentionMetadataBuilder:
         self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = kv_cache_spec, layer_names, vllm_config, device
 
 
+class QueryLenSupport(enum.Enum):
+    SINGLE_ONLY = "single_only"
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
+class MLACommonBackend(AttentionBackend):
+    @classmethod
+    def is_mla(cls):
+        return True
+
+
+@dataclass
+class MLACommonDecodeMetadata:
+    block_table: Tensor
+    seq_lens: Tensor
+    dcp_tot_seq_lens: Tensor | None
+
+
+class MLACommonMetadata:
+    pass
+
+
+class MLACommonMetadataBuilder(AttentionMetadataBuilder):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls=None, supports_dcp_with_varlen=False):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.metadata_cls = metadata_cls or MLACommonMetadata
+
+
+class MLACommonImpl:
+    """Takes what vLLM's takes of every MLA layer; the two names that `forward_mqa` reads are kept."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads,
+        alibi_slopes,
+        sliding_window,
+        kv_cache_dtype,
+        logits_soft_cap,
+        attn_type,
+        kv_sharing_target_layer_name,
+        q_lora_rank,
+        kv_lora_rank,
+        qk_nope_head_dim,
+        qk_rope_head_dim,
+        qk_head_dim,
+        v_head_dim,
+        kv_b_proj,
+        indexer=None,
+        q_pad_num_heads=None,
+    ):
+        self.scale, self.kv_lora_rank, self.supports_quant_query_input = float(scale), kv_lora_rank, True
+
+
+OF_MLA = QueryLenSupport, MLACommonBackend, MLACommonDecodeMetadata, MLACommonMetadata, MLACommonMetadataBuilder, MLACommonImpl
+
+
 class AttentionBackendEnum(enum.Enum):
     CPU_ATTN = "cpu"
+    FLASH_ATTN_MLA = "fa_mla"
     CUSTOM = "custom"
 
 
@@ -84,6 +145,10 @@ def modules(layout: list[str], cpu: bool = True, invariant: bool = False) -> dic
     held = {
         "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=invariant)},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: cpu)},
+        "vllm.model_executor": {},
+        "vllm.model_executor.layers": {},
+        "vllm.model_executor.layers.attention": {},
+        "vllm.model_executor.layers.attention.mla_attention": {each.__name__: each for each in OF_MLA},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {
@@ -136,5 +201,6 @@ def install(monkeypatch, **options) -> list[str]:
     layout = ["NHD"]
     for name, module in modules(layout, **options).items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "tilewise.compat.vllm_backend", raising=False)
+    for name in ("vllm_backend", "vllm_mla"):
+        monkeypatch.delitem(sys.modules, f"tilewise.compat.{name}", raising=False)
     return layout

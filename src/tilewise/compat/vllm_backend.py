@@ -117,6 +117,13 @@ class Metadata:
     shared_prefix: int
 
 
+def uniform_queries(starts: Tensor, tokens: int) -> int:
+    """The queries of every sequence, 0 where they differ. starts: (sequences + 1,), on the CPU; tokens may be padded, and be as many by chance."""
+    lengths = starts.diff()
+    most = int(lengths.max()) if lengths.numel() else 0
+    return most if lengths.numel() * most == tokens and bool((lengths == most).all()) else 0
+
+
 class Builder(AttentionMetadataBuilder):
     """From what vLLM knows of a batch to `Metadata`."""
 
@@ -132,16 +139,13 @@ class Builder(AttentionMetadataBuilder):
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedError("tilewise serves causal layers in vLLM; choose another attention_backend for this model")
-        longest, lengths = common.max_query_len, common.query_start_loc_cpu.diff()
-        alike = lengths.shape[0] * longest == common.num_actual_tokens  # tokens may be padded, and then so many by chance
-        uniform = longest if alike and bool((lengths == longest).all()) else 0
         return Metadata(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
-            uniform=uniform,
+            uniform=uniform_queries(common.query_start_loc_cpu, common.num_actual_tokens),
             shared_prefix=common_prefix_len,
         )
 

@@ -16,6 +16,7 @@ NAMES = (  # but those of tests and tools
     "TILEWISE_FA3_LIBRARY",
     "TILEWISE_HELPERS",
     "TILEWISE_VLLM_CPU",
+    "TILEWISE_VLLM_MLA",
 )
 OFF, ON = ("0", "off", "no", "false"), ("1", "on", "yes", "true")
 
