@@ -63,3 +63,4 @@ done
 LD_PRELOAD="$preload" "$PYTHON" -m pytest -p no:cacheprovider -m "not slow" -k "not compile and not export and not forked_child and not workers_of_a_loader" -n auto --dist worksteal \
   tests/backends/cpu --ignore tests/backends/cpu/test_memory.py $permission \
   tests/test_decoding.py tests/test_decode_fuzz.py tests/test_varlen.py tests/runtime/test_by_document.py tests/runtime/test_three_calls.py "$@"
+[ $# -gt 0 ] || "$PYTHON" tools/sanitized.py --write
