@@ -43,7 +43,7 @@ def test_the_digest_is_of_code(tool, tmp_path):
 
 
 def test_it_says_whether_it_has_passed(tool, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sanitized, "RECORD", tmp_path / "sanitized.json")
+    monkeypatch.setattr(tool, "RECORD", tmp_path / "sanitized.json")
     monkeypatch.setattr(sys, "argv", ["sanitized.py"])
     assert tool.main() == 1 and "not sanitized as it is" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["sanitized.py", "--write"])
