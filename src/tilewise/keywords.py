@@ -76,6 +76,9 @@ class DecodeOptions(Cached, total=False):
     alibi_slopes: Tensor | None
     out: Tensor | None
     check: bool
+    cp_rank: int
+    cp_world: int
+    cp_interleave: int
 
 
 class ShardedOptions(Trained, total=False):
