@@ -6,6 +6,7 @@ from unittest import mock
 
 import append_problems
 import decode_problems
+import decode_shares
 import pytest
 import torch
 from append_problems import AppendCase
@@ -38,6 +39,16 @@ def decoded(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def holds(case: DecodeCase) -> None:
     call = decode_problems.made(case)
     held(call, *decoded(call))
+
+
+def holds_shares(case: DecodeCase, world: int, interleave: int, page: int, rotary: int = 0, kinds: tuple | None = None) -> None:
+    """Ranks with a share of the tokens each."""
+    call = exact = decode_problems.made(case)
+    if rotary:
+        call, exact = with_rotary(call, rotary, False)
+    if kinds:
+        call, exact = with_eight_bits(call, kinds, ("token", "head"))
+    decode_shares.check(call, decoded, world, interleave, page, exact)
 
 
 def holds_with_int64(case: DecodeCase) -> None:

@@ -16,7 +16,7 @@ from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
-from tilewise.problem import DecodeCall, DecodeTensors, in_fp32
+from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
@@ -129,7 +129,7 @@ class Decoder:
             "ROTARY": "" if call.rotary is None else "interleaved" if call.rotary.interleaved else "half",
             "MODIFIED": any(changes.values()) or call.scale <= 0.0,  # as in the forward pass
             "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages,
-            "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes,
+            "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes, **ranks(call.share),
         }  # fmt: skip
         for names, dim in zip(PARTS, (call.q.shape[-1], self.dim_v), strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
@@ -211,6 +211,11 @@ class Decoder:
 def strides(name: str, x: Tensor, *axes: str) -> dict[str, int]:
     """x's strides, but for the last, as kernels name them."""
     return {f"{name}_{axis}": step for axis, step in zip(axes, x.stride(), strict=False)}
+
+
+def ranks(share: Share | None) -> dict[str, int]:
+    """A share as kernels take it: a process has one rank."""
+    return dict(zip(("RANK", "WORLD", "RUN"), share or (0, 1, 1), strict=True))
 
 
 def tables(cos: Tensor, sin: Tensor) -> dict[str, object]:
