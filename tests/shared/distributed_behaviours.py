@@ -157,12 +157,38 @@ def decoded(rank, world, mesh) -> None:
             table = table + 6 * torch.arange(batch, dtype=torch.int32)[:, None]
             got = distributed.decode(q, *paged, mesh, cache_seqlens=lengths, interleave=step, page_table=table)
             torch.testing.assert_close(got, tw.decode(q, k, v, cache_seqlens=lengths), rtol=2e-6, atol=2e-6)
-    refused(
-        lambda: distributed.decode(q, k, v, mesh, cache_seqlens=lengths, mask=tw.FirstKeys(3)),
-        tw.UnsupportedError,
-        "mask must be of one band",
-    )
-    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=7), tw.ShapeError, "cache_seqlens must be a tensor (batch,)")
+    decoded_in_all_ways(rank, world, mesh)
+    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=None), tw.ShapeError, "cache_seqlens must be given with cp_world")
+    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=7, interleave=0), ValueError, "interleave must be an integer")
+
+
+def decoded_in_all_ways(rank, world, mesh) -> None:
+    """Packed queries, new tokens to be written, rotary, ALiBi, padding, 16 bits, a rank that holds nothing: one process's results, the same bits on
+    all ranks.
+    """
+    generator = torch.Generator().manual_seed(10)
+    lengths, bounds = torch.tensor([41, 3, 17], dtype=torch.int32), torch.tensor([0, 4, 4, 6], dtype=torch.int32)
+    q, slopes = torch.randn(7, HEADS[0], DIM, generator=generator), torch.rand(HEADS[0], generator=generator)
+    caches = [torch.randn(3, 64, HEADS[1], DIM, generator=generator) for _ in "kv"]
+    angles = torch.randn(64, 4, generator=generator)
+    turn = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    for dtype, within in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+        new = [torch.randn(7, HEADS[1], DIM, generator=generator).to(dtype) for _ in "kv"]
+        whole = [x.to(dtype) for x in caches]
+        words = {"cu_seqlens_q": bounds, "k": new[0], "v": new[1], "alibi_slopes": slopes, "leftpad": lengths // 3, **turn}
+        words |= {"cache_seqlens": lengths, "mask": tw.PrefixLM(3), "return_lse": True}
+        for step in (1, 16):
+            positions = torch.arange(64)
+            mine = positions[positions // step % world == rank]
+            shares = [x[:, mine].clone() for x in whole]
+            got, lse = distributed.decode(q.to(dtype), *shares, mesh, interleave=step, **words)
+            want, want_lse = tw.decode(q.to(dtype), *(grown := [x.clone() for x in whole]), **words)
+            torch.testing.assert_close(got, want, rtol=within, atol=within)
+            torch.testing.assert_close(lse, want_lse, rtol=within, atol=within)
+            assert all(torch.equal(x, y[:, mine]) for x, y in zip(shares, grown, strict=True))
+            every = [torch.empty_like(got) for _ in range(world)]
+            torch.distributed.all_gather(every, got)
+            assert all(torch.equal(got, each) for each in every)
 
 
 def different_plans(rank, world, mesh) -> None:

@@ -55,9 +55,7 @@ def _decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Cal
         return o, lse
     args = plain(wide, k_cache, v_cache, call.scale, call.softcap, isa)
     share, keep = call.share, []
-    lengths = in_order(call.seqlens)  # keys, in what the kernel is given
-    if share is not None:
-        lengths = share.held(lengths).to(torch.int32)
+    lengths = in_order(call.seqlens if share is None else share.held(call.seqlens))
     queries, apart = np.full(batch, seqlen_q), {}
     if call.cu_seqlens_q is not None:
         bounds = call.cu_seqlens_q.tolist()
@@ -69,10 +67,7 @@ def _decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Cal
             lengths = lengths.masked_fill(torch.from_numpy(queries > MANY_QUERIES), 0)
     keep += [q, k_cache, v_cache, lengths]
     args.batch, args.seqlens_k, args.seqlen_k = batch, lengths.data_ptr(), int(lengths.max())
-    if share is None:
-        planes = planes_of_sequences(call.mask, queries, lengths.numpy(), keep)
-    else:
-        planes = planes_of_shares(call, queries, keep)
+    planes = planes_of_shares(call, queries, keep) if share else planes_of_sequences(call.mask, queries, lengths.numpy(), keep)
     index = np.repeat(np.arange(batch, dtype=np.int32), heads_q)
     args.planes, args.plane_of = ctypes.addressof(planes), index.ctypes.data
     keep.append(index)
@@ -83,7 +78,7 @@ def _decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Cal
     if call.cache_batch_idx is not None:
         args.cache_batch_idx = _address(call.cache_batch_idx, keep)
     if call.leftpad is not None:
-        args.leftpad = _address(call.leftpad if share is None else share.held(call.leftpad).to(torch.int32), keep)
+        args.leftpad = _address(call.leftpad if share is None else share.held(call.leftpad), keep)
     if call.tree is not None:
         args.tree, args.tree_new = _address(call.tree, keep), call.tree.shape[1]
         args.tree_batch = 0 if call.tree.shape[0] == 1 else call.tree[0].numel()
