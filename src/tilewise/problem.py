@@ -168,6 +168,9 @@ class Call:
     precision: str | None = None
     row_max: bool = False  # whether the forward also gives each row's largest score
     out: Tensor | None = None  # shaped, typed and placed as O: a backend that can write O there returns it; others need not look
+    wide_keys: bool = (
+        False  # whether dK and dV may come in fp32, for those who add others to them; a backend that rounds them need not look
+    )
 
     @property
     def batch(self) -> int:
@@ -401,7 +404,7 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
+    """Gradients of one call, shaped and typed as the inputs, but for `Call.wide_keys`; None where the input is absent or its gradient was not asked for."""
 
     q: Tensor
     k: Tensor

@@ -67,9 +67,9 @@ def attention(
     """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, forward and backward.
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
-    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, in fp32 (fp64 for
-    fp64), in the order of the ranks, rounded once from each part's dtype: the same bits in every run. Under layout="ulysses", with one group, dK and
-    dV have the bits of one process, too.
+    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, which crosses and is
+    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (The Hopper and Triton kernels round
+    each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
 
     Args:
         q: (batch, plan.seqlen, heads_q, head_dim): this rank's tokens, as `plan.dispatch` gives them. All heads, whatever the layout.
@@ -188,7 +188,7 @@ class _Attention(torch.autograd.Function):
                 mine, heads = _of_stage(plan, options, stage)
                 statistics = (None if x is None else x[:, mine].contiguous() for x in (lse, d_lse))
                 stage_lse, stage_d_lse = statistics
-                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad)
+                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad, wide_keys=True)
                 dq[:, :, mine] = results[0]
                 if d_bias is not None:
                     (d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]).add_(results[3])
@@ -253,20 +253,20 @@ class _KeyGradients:
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, stages: int) -> None:
         self.k, self.v, self.plan, self.stages, self.underway = k, v, plan, stages, []
-        self.routes = plan.routes_of_keys(k.device)
+        self.routes, self.adds = plan.routes_of_keys(k.device), len(plan.rows) > 1
+        self.dtype = torch.float32 if self.adds and k.dtype != torch.float64 else k.dtype  # of what crosses, too
 
     def send(self, dk: Tensor, dv: Tensor) -> None:
-        packed = torch.cat((dk, dv), dim=3).transpose(0, 1)
+        packed = torch.cat((dk, dv), dim=3).to(self.dtype).transpose(0, 1)
         mine = packed[self.routes.take[self.plan.place.rank]]
         self.underway.append((begin_back(packed, self.routes, self.plan.place.group), mine))
 
     def received(self) -> Sequence[Tensor]:
         """dK and dV of this rank's keys."""
-        k, v, adds = self.k, self.v, len(self.plan.rows) > 1
-        wide = k.dtype if k.dtype == torch.float64 or not adds else torch.float32
-        out = torch.zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=wide, device=k.device)
+        k, v = self.k, self.v
+        out = torch.zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=self.dtype, device=k.device)
         for stage, (underway, mine) in enumerate(self.underway):
-            finish_back(underway, mine, self.routes, self.plan.head_slices(self.plan.heads[1], stage, self.stages), out, adds)
+            finish_back(underway, mine, self.routes, self.plan.head_slices(self.plan.heads[1], stage, self.stages), out, self.adds)
         return out.to(k.dtype).transpose(0, 1).split([k.shape[3], v.shape[3]], dim=3)
 
 

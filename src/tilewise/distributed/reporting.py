@@ -71,7 +71,8 @@ def report(plan: "Plan", itemsize: int) -> Report:
     for r, (holder, first, last, _) in enumerate(held):
         np.add.at(sent, holder[holder != r], (last - first)[holder != r])
     forward = tuple(n * key + 2 * m for n, m in zip(fetched, moved, strict=True))
-    backward = tuple((n + int(s)) * key + 2 * m for n, s, m in zip(fetched, sent, moved, strict=True))
+    wide = max(itemsize, 4) // itemsize if len(plan.rows) > 1 else 1  # gradients that are to be added cross in fp32
+    backward = tuple((n + int(s) * wide) * key + 2 * m for n, s, m in zip(fetched, sent, moved, strict=True))
     kernels = 3.5 * 4 * plan.head_dim * max(pairs) / FLOPS
     exchanges = max(map(sum, zip(forward, backward, strict=True))) / BYTES
     all_gather = plan.k.length - min(plan.k.count(r) for r in range(world))
