@@ -404,7 +404,9 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, shaped and typed as the inputs, but for `Call.wide_keys`; None where the input is absent or its gradient was not asked for."""
+    """Gradients of one call, shaped and typed as the inputs (but see `Call.wide_keys`); None where there is no such input or its gradient was not asked
+    for.
+    """
 
     q: Tensor
     k: Tensor

@@ -24,7 +24,18 @@ def tensors(seed: int = 0, n: int = N, n_k: int | None = None) -> tuple[torch.Te
 def everything(rank: int, world: int) -> list[str]:
     """Every behaviour below that all ranks go through; the names of those that were looked at."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))["cp"]
-    looked = (tokens, cross_attention, hybrid_layers, checkpointed, compiled, dtensors, empty_batch, decoded, different_plans)
+    looked = (
+        tokens,
+        cross_attention,
+        hybrid_layers,
+        checkpointed,
+        compiled,
+        dtensors,
+        empty_batch,
+        decoded,
+        different_plans,
+        as_in_torchtitan,
+    )
     for each in looked:
         each(rank, world, mesh)
     return [each.__name__ for each in looked]
@@ -207,6 +218,64 @@ def refused(call, error: type[Exception], words: str) -> None:
         assert words in str(caught), str(caught)
         return
     raise AssertionError(f"nothing raised; expected {error.__name__}: {words}")
+
+
+class TitanBlock(torch.nn.Module):
+    """A decoder's layer as torchtitan 0.3 has it: `attention.inner_attention` is called with (batch, seqlen, heads, head_dim) and says which mask."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = torch.nn.ModuleDict(
+            {
+                "qkv": torch.nn.Linear(width, (HEADS[0] + 2 * HEADS[1]) * DIM),
+                "inner_attention": TitanAttention(),
+                "wo": torch.nn.Linear(HEADS[0] * DIM, width),
+            }
+        )
+
+    def forward(self, x, positions):
+        q, k, v = self.attention["qkv"](x).unflatten(-1, (-1, DIM)).split([HEADS[0], HEADS[1], HEADS[1]], 2)
+        turn = positions[..., None, None] / torch.logspace(0, 3, DIM // 2)
+        q, k = (torch.cat((y[..., : DIM // 2] * turn.cos(), y[..., DIM // 2 :] * turn.sin()), -1) for y in (q, k))
+        return x + self.attention["wo"](self.attention["inner_attention"](q, k, v, attention_masks=None, enable_gqa=True).flatten(2))
+
+
+class TitanAttention(torch.nn.Module):
+    def forward(self, q, k, v, *, attention_masks=None, scale=None, enable_gqa=False, is_causal=True):
+        return tw.attention(q, k, v, causal=is_causal, scale=scale)
+
+
+def as_in_torchtitan(rank, world, mesh) -> None:
+    """The two places where torchtitan asks for context parallelism: inner attentions get another forward, batches their rank's tokens. (The package
+    itself, which brings a dozen others, is not installed here.)
+    """
+    plan = distributed.plan(tw.Causal(), N, mesh, heads=HEADS, head_dim=DIM, layout="zigzag")
+    torch.manual_seed(0)
+    layers, width = [TitanBlock(32) for _ in range(2)], 32
+    inputs, positions = torch.randn(2, N, width), torch.arange(N).expand(2, -1)
+    want = inputs
+    for layer in layers:
+        want = layer(want, positions)
+    want.square().sum().backward()
+    grads = [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+    def apply_cp_to_forward(modules, plan):
+        def forward(q, k, v, *, scale=None, **others):
+            return distributed.attention(q, k, v, plan, scale=scale)
+
+        for module in modules:
+            module.forward = forward
+
+    apply_cp_to_forward([layer.attention["inner_attention"] for layer in layers], plan)
+    got, mine = (plan.dispatch(x) for x in (inputs, positions))
+    for layer in layers:
+        layer.zero_grad()
+        got = layer(got, mine)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, plan.dispatch(want), rtol=1e-5, atol=1e-5)
+    for p, grad in zip((p for layer in layers for p in layer.parameters()), grads, strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(p.grad, grad, rtol=2e-4, atol=2e-3)
 
 
 def in_transformers(rank: int, world: int) -> list[str]:
