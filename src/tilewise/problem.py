@@ -404,9 +404,7 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, shaped and typed as the inputs (but see `Call.wide_keys`); None where there is no such input or its gradient was not asked
-    for.
-    """
+    """Gradients of one call, shaped and typed as the inputs (but see `Call.wide_keys`); None where there is no input or no gradient was asked for."""
 
     q: Tensor
     k: Tensor
