@@ -119,6 +119,22 @@ def test_new_tokens_are_written_by_those_who_hold_them(world, interleave, page):
     decode_shares.check(whole, compute, world, interleave, page, exact=replace(exact, k_cache=k_cache, v_cache=v_cache))
 
 
+def test_packed_documents_in_pages():
+    """attention_varlen with a page table is decode."""
+
+    def compute(each):
+        rank, world, interleave = each.share
+        return tw.attention_varlen(
+            each.q, each.k_cache, each.v_cache, each.cu_seqlens_q, seqused_k=each.seqlens, page_table=each.page_table, causal=True,
+            cp_rank=rank, cp_world=world, cp_interleave=interleave, return_lse=True,
+        )  # fmt: skip
+
+    call = made(DecodeCase(lengths=(70, 2, 33), queries=(30, 1, 0), dtype=torch.float32))
+    decode_shares.check(call, compute, 2, 4, 8)
+    with pytest.raises(tw.UnsupportedError, match="cp_world needs page_table="):
+        tw.attention_varlen(call.q, call.q, call.q, torch.tensor([0, 36]), torch.tensor([0, 36]), cp_world=2)
+
+
 def test_a_world_of_one_is_no_share():
     call = made(DecodeCase(lengths=(70, 2), dtype=torch.float32))
     words = {"cache_seqlens": call.seqlens, "return_lse": True}

@@ -527,9 +527,11 @@ def _check_tree(tree: Tensor, batch: int, q: Tensor, other: str) -> None:
     check_size("tree", "tokens that see", tree.shape[1], tree.shape[2], "its last dimension")
 
 
-def share_of(rank: int, world: int, interleave: int) -> Share | None:
+def share_of(cp_rank: int, cp_world: int, cp_interleave: int) -> Share | None:
     """What a rank holds, its numbers checked; None where that is everything."""
-    rank, world, interleave = check_count("cp_rank", rank), check_count("cp_world", world, 1), check_count("cp_interleave", interleave, 1)
+    rank, world, interleave = (
+        check_count(*x) for x in (("cp_rank", cp_rank), ("cp_world", cp_world, 1), ("cp_interleave", cp_interleave, 1))
+    )
     if rank >= world or max(world, interleave) > INT32 or world * interleave > INT32:
         raise ValueError(f"cp_rank must be below cp_world, and cp_world * cp_interleave fit 32 bits, got {rank}, {world}, {interleave}")
     return None if world == 1 else Share(rank, world, interleave)

@@ -56,6 +56,9 @@ class VarlenOptions(Everywhere, total=False):
     seqused_k: Tensor | None
     page_table: Tensor | None
     batch_invariant: bool
+    cp_rank: int
+    cp_world: int
+    cp_interleave: int
 
 
 class FromCaches(Cached, total=False):
