@@ -68,7 +68,7 @@ def attention(
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
     runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, which crosses and is
-    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (The Hopper and Triton kernels round
+    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (The Hopper kernels round
     each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
 
     Args:

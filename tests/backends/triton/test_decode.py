@@ -58,6 +58,11 @@ def test_shares_of_ranks(given):
     interpreted(problems.holds_shares, *given)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_keys_that_are_to_be_added_to_others(dtype):
+    interpreted(problems.rounds_wide_keys, dtype)
+
+
 def test_indices_in_int64():
     interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 1, 90, 9), queries=(3, 1, 0, 5), page=16))
     interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 3, 100, 0), leftpad=(5, 3, 20, 0), entries=True))
