@@ -93,6 +93,7 @@ class ShardedOptions(Trained, total=False):
     """Of distributed.attention."""
 
     stages: int
+    most_bytes: int | None
 
 
 class ShardedDecodeOptions(FromCaches, total=False):

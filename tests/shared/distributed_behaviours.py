@@ -35,6 +35,7 @@ def everything(rank: int, world: int) -> list[str]:
         decoded,
         different_plans,
         as_in_torchtitan,
+        in_parts,
     )
     for each in looked:
         each(rank, world, mesh)
@@ -218,6 +219,56 @@ def refused(call, error: type[Exception], words: str) -> None:
         assert words in str(caught), str(caught)
         return
     raise AssertionError(f"nothing raised; expected {error.__name__}: {words}")
+
+
+def in_parts(rank, world, mesh) -> None:
+    """Within a bound on memory heads come one after another, with the same bits, and where that is not enough keys do."""
+    generator = torch.Generator().manual_seed(5)
+    n, shown = 700, torch.rand(700, 700, generator=generator) < 0.3
+    every = {
+        "documents": (tw.Documents([0, 300, 301, n], inner=tw.Causal()), {}),
+        "window": (tw.SlidingWindow(90, 5), {"sink": torch.linspace(-1, 2, HEADS[0]), "softcap": 3.0}),
+        "dense": (tw.Dense(shown), {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
+        "heads": ({(0, 2): tw.Causal(), (2, 4): tw.FirstKeys(400)}, {}),
+    }
+    for dtype, within in ((torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
+        q, k, v, d_o = (x.to(dtype) for x in tensors(6, n))
+        bias = torch.randn(1, HEADS[0], 1, n, generator=generator).to(dtype)
+        for name, (mask, words) in every.items():
+            for layout in ("auto", "ulysses") if dtype == torch.float64 else ("auto",) if name == "window" else ():
+                plan = distributed.plan(mask, n, mesh, heads=HEADS, head_dim=DIM, layout=layout)
+                most = 300 * 2 * DIM * q.itemsize  # of 300 keys of one head
+                pieces = plan.report(q.itemsize, most).pieces
+                assert pieces == (HEADS[1] // plan.sharing, 3), pieces
+                words = words | ({} if name == "dense" else {"bias": bias})
+                found = []
+                for several in (False, True):
+                    leaves = [(plan.dispatch(x) if several else x).detach().requires_grad_() for x in (q, k, v)]
+                    more = {x: y.detach().to(dtype, copy=True).requires_grad_() if x in ("sink", "bias") else y for x, y in words.items()}
+                    if several:
+                        o, lse = distributed.attention(*leaves, plan, most_bytes=most, return_lse=True, **more)
+                    else:
+                        o, lse = tw.attention(*leaves, mask=mask, return_lse=True, **more)
+                    o.backward(plan.dispatch(d_o) if several else d_o)
+                    of_all = [y.grad for x, y in more.items() if x in ("sink", "bias")]
+                    for each in of_all if several else ():
+                        wide = each.double()
+                        dist.all_reduce(wide)
+                        each.copy_(wide)
+                    at_hand = (lambda x, dim: x) if several else plan.dispatch
+                    found.append([at_hand(x.detach(), 1) for x in (o, *(x.grad for x in leaves))] + [at_hand(lse.detach(), 2), *of_all])
+                for got, want in zip(found[1], found[0], strict=True):
+                    largest = want.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+                    torch.testing.assert_close(got, want, rtol=within, atol=within * max(1.0, largest))
+    plan = distributed.plan(tw.Causal(), n, mesh, heads=HEADS, head_dim=DIM)
+    given = [plan.dispatch(x.float()) for x in (q, k, v)]
+    plain = distributed.attention(*given, plan)
+    assert torch.equal(plain, distributed.attention(*given, plan, most_bytes=n * 2 * DIM * 4))  # a head at a time is enough
+    refused(
+        lambda: distributed.attention(*given, plan, most_bytes=1000, dropout_p=0.1, dropout_seed=1),
+        tw.UnsupportedError,
+        "in which dropout is not counted",
+    )
 
 
 class TitanBlock(torch.nn.Module):

@@ -47,9 +47,9 @@ def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
     slopes = slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1]
     if call.share is not None:
         held = min(call.share.held(length), capacity_of(call))
-        positions = call.share.positions(torch.arange(held, device=q.device))
+        positions = call.share.positions(torch.arange(held, dtype=torch.int64, device=q.device))
         if slopes is not None:
-            place = torch.arange(length - q.shape[1], length, device=q.device)
+            place = torch.arange(length - q.shape[1], length, dtype=torch.int64, device=q.device)
             wide = torch.float64 if q.dtype == torch.float64 else torch.float32
             bias = -slopes.to(wide)[..., None, None] * (place[:, None] - positions).abs().to(wide)
             slopes = None
