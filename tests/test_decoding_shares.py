@@ -135,6 +135,21 @@ def test_packed_documents_in_pages():
         tw.attention_varlen(call.q, call.q, call.q, torch.tensor([0, 36]), torch.tensor([0, 36]), cp_world=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("queries", [2, (3, 1, 0, 20)])
+@pytest.mark.parametrize("backend", ["cpu", "tiled"])
+def test_what_is_to_be_merged_need_not_be_rounded(backend, queries, dtype):
+    """An `out` in fp32: what the CPU's kernels had before they rounded it."""
+    call = made(DecodeCase(lengths=(70, 2, 300, 9), queries=queries, sink=True, dtype=dtype))
+    words = {"cache_seqlens": call.seqlens, "cu_seqlens_q": call.cu_seqlens_q, "sink": call.sink, "backend": backend}
+    plain = tw.decode(call.q, call.k_cache, call.v_cache, **words)
+    out = torch.full(plain.shape, math.nan)
+    assert tw.decode(call.q, call.k_cache, call.v_cache, out=out, **words) is out and torch.equal(out.to(dtype), plain)
+    assert torch.equal(out, plain.float()) is (backend == "tiled")
+    with pytest.raises(tw.ShapeError, match="out must be"):
+        tw.decode(call.q.float(), call.k_cache.float(), call.v_cache.float(), out=out.to(dtype), **words)
+
+
 def test_a_world_of_one_is_no_share():
     call = made(DecodeCase(lengths=(70, 2), dtype=torch.float32))
     words = {"cache_seqlens": call.seqlens, "return_lse": True}

@@ -129,7 +129,8 @@ def decode(
             (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
             table (pages, page_size, heads_k), each token and head: laid out as the cache without its last dimension. Scales of what is never
             read may be NaN.
-        out: where to write O, as in `attention`; it is returned. It must share no memory with the caches.
+        out: where to write O, as in `attention`; it is returned. It must share no memory with the caches. Of fp32, where q has 16 bits, it takes an O
+            that the CPU, Hopper and Triton kernels do not round, for `tilewise.merge`.
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
             there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked, but not whether two new
             tokens go to one place.
@@ -235,6 +236,7 @@ def decode(
         softcap=given.softcap,
         backend=backend,
         check=check,
+        out_dtype=None if out is None or out.dtype == q.dtype else out.dtype,
         **{} if share is None else {f"cp_{name}": n for name, n in share._asdict().items()},
     )
     written = None
@@ -573,7 +575,8 @@ def slopes_of(slopes: Tensor | None, q: Tensor, batch: int, other: str) -> Tenso
 
 
 def _check_out(out: Tensor, q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
-    check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=(q.dtype,))
+    dtypes = (q.dtype,) if q.dtype.itemsize > 2 else (q.dtype, torch.float32)
+    check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=dtypes)
     if not traced() and not needs_dispatch((out, *caches)):
         check_apart("out", out, dict(zip(("k_cache", "v_cache"), caches, strict=True)))
 

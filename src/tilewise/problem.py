@@ -273,6 +273,7 @@ class DecodeCall:
     )
     v_scale: Tensor | None = None  # likewise
     rotary: "Rotary | None" = None  # by which q is yet to be rotated
+    out_dtype: torch.dtype | None = None  # of O, where it is not q's: fp32, in which a backend may give it; others round
     share: Share | None = None  # the tokens that are in the caches; None: all. Lengths, leftpad and the mask speak of positions
 
     @property

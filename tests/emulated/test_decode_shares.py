@@ -69,6 +69,23 @@ def test_wild_lengths_are_clamped():
         assert o.isfinite().all() and not lse.isnan().any()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(70, 1, 300), queries=2, sink=True),
+        pytest.param(DecodeCase(lengths=(70, 1, 300), queries=(3, 1, 0), page=16, split=64, sink=True), marks=pytest.mark.slow),
+        pytest.param(DecodeCase(lengths=(70, 1, 300), queries=2, heads=(8, 1), dims=(576, 512), latent=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_to_be_merged_need_not_be_rounded(case):
+    """O in fp32 rounds to what is given without."""
+    call = made(case)
+    (plain, lse), (wide, other) = compute(call), compute(replace(call, out_dtype=torch.float32))
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(case.dtype), plain) and torch.equal(lse, other)
+    assert not torch.equal(wide, plain.float())
+
+
 def test_what_a_kernel_depends_on():
     """One kernel serves all ranks, worlds and interleaves; a call that has all tokens is not theirs."""
     call = made(DecodeCase(lengths=(64, 300)))

@@ -52,6 +52,14 @@ def holds_shares(case: DecodeCase, world: int, interleave: int, page: int, rotar
     decode_shares.check(call, decoded, world, interleave, page, exact)
 
 
+def rounds_wide_outputs(case: DecodeCase) -> None:
+    """O in fp32 rounds to what is given without."""
+    call = decode_problems.made(case)
+    (plain, lse), (wide, other) = decoded(call), decoded(replace(call, out_dtype=torch.float32))
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(case.dtype), plain) and torch.equal(lse, other)
+    assert not torch.equal(wide, plain.float())
+
+
 def rounds_wide_keys(dtype: torch.dtype) -> None:
     """dK and dV in fp32 round to what is given without; where NaN had to be kept from others, whose sums are then more exact, to its neighbour."""
     draw = torch.Generator().manual_seed(1)

@@ -102,14 +102,17 @@ def decode(
 
     Returns:
         O as q with head_dim_v, the same bits on all ranks, and with `return_lse` LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q). Partial
-        results are rounded to q's dtype before they are merged in fp32.
+        results are fp32, and rounded once they are merged; with (rank, world) they are of q's dtype.
 
     Raises:
         ShapeError, ValueError, UnsupportedError: as `tilewise.decode`.
         RuntimeError: another rank has ended.
     """
     check_flag("return_lse", return_lse)
-    place = place_of(mesh)
+    place, out = place_of(mesh), None
+    merges = place.world > 1 and place.group is not None
+    if merges and isinstance(q, Tensor) and q.dtype.itemsize == 2 and isinstance(v_cache, Tensor):
+        out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]), dtype=torch.float32)
     o, lse = decode_here(
         q,
         k_cache,
@@ -134,14 +137,16 @@ def decode(
         sink=sink,
         k_scale=k_scale,
         v_scale=v_scale,
+        out=out,
         backend=backend,
         cp_rank=place.rank,
         cp_world=place.world,
         cp_interleave=check_count("interleave", interleave, 1),
         return_lse=True,
     )
-    if place.world > 1 and place.group is not None:
+    if merges:
         o, lse = _merged(o, lse, place.world, place.group)
+        o = o.to(q.dtype)
     return (o, lse) if return_lse else o
 
 

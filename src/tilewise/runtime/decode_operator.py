@@ -59,6 +59,7 @@ class Operands(NamedTuple):
     softcap: float
     backend: str | None
     check: bool
+    out_dtype: torch.dtype | None = None  # of O, where it is not q's
     cp_rank: int = 0  # as `problem.Share`; a world of 1: the caches hold all tokens
     cp_world: int = 1
     cp_interleave: int = 1
@@ -109,7 +110,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     call = call_of(given, _check(given) if checked else None)
     backend = backend_of(call, given.backend)
     if call.seqlens.shape[0] == 0 or call.q.numel() == 0:
-        o, lse = _empty(call.q, call.v_cache)
+        o, lse = _empty(call.q, call.v_cache, given.out_dtype)
         return o.zero_(), lse.fill_(-torch.inf)
     covered = goes_whole(call)
     found = backend.decode(call) if covered else None
@@ -117,7 +118,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
         call = _rotated(call)
         found = backend.decode(call) if covered else None
     o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
-    return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
+    return o.to(given.out_dtype or o.dtype).contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
 def _vmap(operator: Callable, size: int, in_dims: tuple, operands: tuple):
@@ -136,7 +137,7 @@ operator, operator_reading = op.declare(
     "decode",
     Operands,
     _compute,
-    fake=lambda given: _empty(given.q, given.v_cache),
+    fake=lambda given: _empty(given.q, given.v_cache, given.out_dtype),
     results=2,
     tangent=partial(errors.check_no_tangent, reason=NO_GRADIENT),
     vmap=_vmap,
@@ -149,12 +150,12 @@ def _like(cache: Tensor, q: Tensor) -> Tensor:
     return cache if cache.dtype == q.dtype else cache.new_empty((1, 1, *cache.shape[2:]), dtype=q.dtype)
 
 
-def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, v_cache: Tensor, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """O and LSE, unwritten."""
     *rows, heads_q, _ = q.shape
     shape = (heads_q, *rows) if len(rows) == 1 else (rows[0], heads_q, rows[1])
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*rows, heads_q, v_cache.shape[3])), q.new_empty(shape, dtype=statistics)
+    return q.new_empty((*rows, heads_q, v_cache.shape[3]), dtype=out_dtype or q.dtype), q.new_empty(shape, dtype=statistics)
 
 
 def _batch(given: Operands) -> int:

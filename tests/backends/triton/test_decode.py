@@ -58,6 +58,11 @@ def test_shares_of_ranks(given):
     interpreted(problems.holds_shares, *given)
 
 
+@pytest.mark.parametrize("lengths", [(70, 1), (1500,)])
+def test_what_is_to_be_merged_need_not_be_rounded(lengths):
+    interpreted(problems.rounds_wide_outputs, DecodeCase(lengths=lengths, queries=2, sink=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_keys_that_are_to_be_added_to_others(dtype):
     interpreted(problems.rounds_wide_keys, dtype)

@@ -65,7 +65,7 @@ class Args(ctypes.Structure):
         ("dv", TensorArg),
         ("bias", TensorArg),
         ("bias_dtype", c_int32),
-        ("wide_keys", c_int32),
+        ("wide", c_int32),
         ("dbias", TensorArg),
         ("alibi_slopes", c_void_p),
         ("alibi_batch", c_int64),

@@ -144,7 +144,7 @@ class Bound:
         inputs = self.like.q, self.like.k, self.like.v
         gradients = [self.gradient(x) for x in inputs]
         if self.like.wide_keys:
-            self.args.wide_keys = 1
+            self.args.wide = 1
             gradients[1:] = [x.float() for x in gradients[1:]]
         for field, x in zip((self.args.dq, self.args.dk, self.args.dv), gradients, strict=True):
             field.batch, field.seq, field.head, _ = x.stride()

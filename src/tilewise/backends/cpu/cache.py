@@ -49,11 +49,12 @@ def _decode(library: Library, isa: int, call: DecodeCall, forward: Callable[[Cal
         return o, lse.contiguous()
     wide = q[None] if packed else q
     batch, (seqlen_q, heads_q) = call.seqlens.shape[0], wide.shape[1:3]
-    o = torch.empty((*q.shape[:-1], v_cache.shape[3]), dtype=q.dtype, device=CPU)
+    o = torch.empty((*q.shape[:-1], v_cache.shape[3]), dtype=call.out_dtype or q.dtype, device=CPU)
     lse = torch.empty((heads_q, seqlen_q) if packed else (batch, heads_q, seqlen_q), dtype=torch.float32, device=CPU)
     if lse.numel() == 0:
         return o, lse
     args = plain(wide, k_cache, v_cache, call.scale, call.softcap, isa)
+    args.wide = o.dtype == torch.float32
     share, keep = call.share, []
     lengths = in_order(call.seqlens if share is None else share.held(call.seqlens))
     queries, apart = np.full(batch, seqlen_q), {}

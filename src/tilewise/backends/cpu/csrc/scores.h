@@ -18,8 +18,8 @@ struct Head {
   const char* k(int64_t row) const { return element(args.k.data, at(args.k, row, kv_head), args.dtype); }
   const char* v(int64_t row) const { return element(args.v.data, at(args.v, row, kv_head), args.dtype); }
   char* out(const tw_tensor& t, int64_t row, int64_t which) const { return element((void*)t.data, at(t, row, which), args.dtype); }
-  char* of_key(const tw_tensor& t, int64_t row, int64_t which) const {
-    return element((void*)t.data, at(t, row, which), args.wide_keys ? TW_FP32 : args.dtype);
+  char* in_wide(const tw_tensor& t, int64_t row, int64_t which) const {
+    return element((void*)t.data, at(t, row, which), args.wide ? TW_FP32 : args.dtype);
   }
   int64_t statistics(int64_t row) const { return (batch * args.heads_q + head) * args.seqlen_q + row; }
   float slope() const { return args.alibi_slopes[batch * args.alibi_batch + head]; }

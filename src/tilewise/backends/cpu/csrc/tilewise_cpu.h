@@ -55,10 +55,11 @@ typedef struct {
   float* lse;          // (batch, heads_q, seqlen_q); null for a forward or decode whose caller does not want it
   const float* d_lse;  // (batch, heads_q, seqlen_q) or null
   float* row_max;      // forward or decode: (batch, heads_q, seqlen_q), each row's largest score before the sink, or null
-  tw_tensor dq, dk, dv;  // of dtype, but dk and dv of fp32 with wide_keys
+  tw_tensor dq, dk, dv;
 
   tw_tensor bias;  // batch, seq = query, head strides, 0 where broadcast; data null: none
-  int32_t bias_dtype, wide_keys;
+  int32_t bias_dtype;
+  int32_t wide;     // whether dk and dv, and o of decode, are fp32, not of dtype
   tw_tensor dbias;  // fp32, zeroed by the caller, strides as the bias's; data null: not wanted
 
   const float* alibi_slopes;
