@@ -9,7 +9,7 @@ import torch
 from decode_problems import DecodeCase, made, with_eight_bits, with_int64, with_rotary
 
 import tilewise as tw
-from tilewise.masks import Causal, Dense, Full, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, ChunkedCausal, Dense, FirstKeys, Full, PrefixLM, SlidingWindow
 from tilewise.problem import Share
 from tilewise.rotary import rotated
 
@@ -28,6 +28,8 @@ CASES = [  # case, world, interleave, tokens of a page
     (DecodeCase(lengths=(70, 3, 0, 100), queries=7, tree=7, dtype=torch.float32), 2, 1, 0),
     (DecodeCase(lengths=(33, 150), queries=3, mask=PrefixLM(4) & SlidingWindow(60, 0), dtype=torch.float64), 2, 8, 16),
     (DecodeCase(lengths=(33, 150), queries=2, mask=Full(), alibi=True, dtype=torch.float64), 5, 2, 0),
+    (DecodeCase(lengths=(70, 2, 300), queries=(3, 1, 9), mask=FirstKeys(5) | SlidingWindow(30, 0), sink=True), 3, 4, 16),  # several bands
+    (DecodeCase(lengths=(70, 150), queries=4, mask=ChunkedCausal(40), dtype=torch.float32), 2, 1, 0),
     (DecodeCase(lengths=(2100, 1), split=64), 2, 1, 0),
     (DecodeCase(lengths=(5, 9), queries=2, dtype=torch.float32), 8, 16, 0),  # most ranks hold nothing
 ]
