@@ -460,7 +460,7 @@ def test_it_compiles_whole_for_any_sizes():
 
 def test_opcheck_of_packed_queries_and_trees():
     cache = Cache("pages", lengths=(9, 4))
-    fields = dict.fromkeys(decode_operator.Operands._fields) | cache.words
+    fields = dict.fromkeys(decode_operator.Operands._fields) | decode_operator.Operands._field_defaults | cache.words
     fields |= {"q": randn(3, HEADS[0], DIMS[0]), "k_cache": cache.k.nan_to_num(), "v_cache": cache.v.nan_to_num()}
     fields |= {"cu_seqlens_q": torch.tensor([0, 1, 3]), "tree": torch.ones(1, 2, 2, dtype=torch.bool), "leftpad": torch.tensor([1, 0])}
     fields |= {"mask_tensors": [], "mask": "Causal()", "softcap": 0.0, "shared_prefix": 0, "interleaved": False, "check": False}
@@ -485,7 +485,7 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
         k_cache, v_cache, k = torch.empty(12, PAGE, 2, 16), torch.empty(12, PAGE, 2, 8), torch.empty(7, 2, 16)
         index = {name: torch.empty(shape, dtype=torch.int64) for name, shape in {"cache_seqlens": 3, "page_table": (3, 4)}.items()}
         bounds = torch.empty(4, dtype=torch.int32)
-        given = dict.fromkeys(decode_operator.Operands._fields) | index | tables
+        given = dict.fromkeys(decode_operator.Operands._fields) | decode_operator.Operands._field_defaults | index | tables
         given |= {
             "q": q,
             "k_cache": k_cache,
@@ -499,8 +499,9 @@ def test_nothing_is_read_on_the_host_of_a_gpu(monkeypatch):
         for rows in (q, q[:0]):
             decode_operator._compute(decode_operator.Operands(**given | {"q": rows}))
         new = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": k[..., :8], "cu_seqlens": bounds, "interleaved": True, "check": False}
-        operands = dict.fromkeys(append_operator.Operands._fields) | new | index | tables
-        append_operator._append(append_operator.Operands(**operands))
+        operands = dict.fromkeys(append_operator.Operands._fields) | append_operator.Operands._field_defaults | new | index | tables
+        for share in ({}, {"cp_rank": 1, "cp_world": 2, "cp_interleave": 4}):
+            append_operator._append(append_operator.Operands(**operands | share))
     (call,) = calls
     assert call.q.is_meta and call.max_seqlen_q == 7 and call.shared_prefix == 4 * PAGE
     assert call.seqlens.dtype == call.page_table.dtype == call.leftpad.dtype == torch.int64 and call.cu_seqlens_q.dtype == torch.int32

@@ -15,7 +15,7 @@ from tilewise import errors
 from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
 from tilewise.keywords import AttentionOptions
-from tilewise.masks import Causal, Full, Mask, PerHead
+from tilewise.masks import Causal, Full, Mask, Part, PerHead
 from tilewise.problem import Extras
 from tilewise.runtime import call_cache, op, operator
 from tilewise.runtime.call_cache import Options
@@ -234,6 +234,10 @@ def operands(
     errors.check_number("softcap", softcap, low=0.0, high=1e30)
     dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
+    if dropout_p > 0.0 and isinstance(mask, Part) and mask.keys is not None:
+        raise errors.UnsupportedError(
+            f"dropout counts the pairs of a whole call, of which {mask!r:.100} has a part of the keys; leave keys= out"
+        )
     errors.check_flag("deterministic", deterministic)
     if backend is not None and not isinstance(backend, str):
         raise ValueError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")

@@ -22,6 +22,7 @@ from tilewise.errors import (
     check_no_grad,
     check_no_tangent,
     check_out,
+    check_sink,
     check_size,
     check_tensor,
     check_words,
@@ -29,7 +30,8 @@ from tilewise.errors import (
 )
 from tilewise.keywords import DecodeOptions
 from tilewise.masks import Dense, Mask
-from tilewise.problem import INT32
+from tilewise.masks.arguments import check_count
+from tilewise.problem import INT32, Share
 from tilewise.runtime import append_operator, decode_cache, decode_operator
 from tilewise.runtime.operator import traced
 from tilewise.runtime.plain import needs_dispatch
@@ -79,6 +81,9 @@ def decode(
     backend: str | None = None,
     return_lse: bool = False,
     check: bool = False,
+    cp_rank: int = 0,
+    cp_world: int = 1,
+    cp_interleave: int = 1,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each sequence against its cache, to which k and v, where given, are first appended in place.
@@ -109,6 +114,12 @@ def decode(
             `split` does not. Results do not hang on it.
         split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
             never do, but in fp64.
+        cp_rank, cp_world, cp_interleave: the caches hold a share of every sequence, the tokens at positions p with
+            p // cp_interleave % cp_world == cp_rank, one behind another, in entries or pages as ever. All else speaks of positions in whole
+            sequences, and is the same on all ranks: cache_seqlens, which has to be given, leftpad, masks, ALiBi, rotary, the tree, and k and v,
+            of which each rank writes what it holds. Capacities, pages and scales by token are the share's, and a Dense mask spans cp_world times the
+            capacity. O and LSE are of this rank's keys, sinks counted by rank 0 alone, so that `tilewise.merge` over the ranks gives the whole
+            (`tilewise.distributed.decode`); rows without a key have O = 0, LSE = -inf. shared_prefix is not made use of.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): q and k are rotated by their positions in their sequences (`append`).
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
         causal: query i sees the cache up to its own position (bottom right).
@@ -118,7 +129,8 @@ def decode(
             (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
             table (pages, page_size, heads_k), each token and head: laid out as the cache without its last dimension. Scales of what is never
             read may be NaN.
-        out: where to write O, as in `attention`; it is returned. It must share no memory with the caches.
+        out: where to write O, as in `attention`; it is returned. It must share no memory with the caches. Of fp32, where q has 16 bits, it takes an O
+            that the CPU, Hopper and Triton kernels do not round, for `tilewise.merge`.
         check: read lengths, pages and the other index tensors, and report what is wrong. On a GPU that waits for it, so by default they are clamped
             there and nothing is said; TILEWISE_CHECK=1 asks for it in all calls. On the CPU they are always checked, but not whether two new
             tokens go to one place.
@@ -136,11 +148,15 @@ def decode(
     """
     if unknown:
         check_words("decode", unknown, decode.__kwdefaults__)
+    share, others_sink = None, None
+    if cp_world != 1 or cp_rank != 0 or cp_interleave != 1:
+        share = share_of(cp_rank, cp_world, cp_interleave)
+        sink, others_sink = (sink, None) if cp_rank == 0 else (None, sink)
     tensors = (  # as DecodeTensors
         q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, cache_batch_idx, leftpad, tree, alibi_slopes, sink, k_scale, v_scale,
         k, v, rotary_cos, rotary_sin, out,
     )  # fmt: skip
-    options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check
+    options = causal, mask, scale, softcap, shared_prefix, split, interleaved, backend, return_lse, check, share
     if (known := decode_cache.find(tensors, options)) is not None and (results := known(tensors)) is not None:
         return results if return_lse else results[0]
     packed = cu_seqlens_q is not None
@@ -162,14 +178,18 @@ def decode(
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
     seqlens, length = _lengths(cache_seqlens, batch, k_cache, other)
+    if share is not None and cache_seqlens is None:
+        raise ShapeError("cache_seqlens must be given with cp_world: how many tokens the whole sequences have")
     k_scale = k_scale if k_scale is None else scale_of("k", k_scale, k_cache, batch, other)
     v_scale = v_scale if v_scale is None else scale_of("v", v_scale, v_cache, batch, other)
     caches = k_cache, v_cache
     q, k_cache, v_cache, _ = autocast(q, k_cache, v_cache)
     _check(q, k_cache, v_cache, alibi_slopes, sink)
+    if others_sink is not None:  # it is rank 0's to count, but an error on all ranks or on none
+        check_sink(others_sink, q, q.shape[-2])
     combined = combine(causal, mask)
     if combined.kind == "bitmap":
-        _check_dense(mask, q, batch, capacity)
+        _check_dense(mask, q, batch, capacity if share is None else capacity * share.world)
     elif combined.extent[0] != 1:
         raise UnsupportedError(
             f"mask differs by sequence, {mask}, as only a Dense one may in decode; cache_seqlens= says how many keys each has, leftpad= the first"
@@ -216,6 +236,8 @@ def decode(
         softcap=given.softcap,
         backend=backend,
         check=check,
+        out_dtype=None if out is None or out.dtype == q.dtype else out.dtype,
+        **{} if share is None else {f"cp_{name}": n for name, n in share._asdict().items()},
     )
     written = None
     if k is not None and v is not None:
@@ -246,6 +268,9 @@ def append(
     rotary_first: Tensor | None = None,
     interleaved: bool = False,
     check: bool = False,
+    cp_rank: int = 0,
+    cp_world: int = 1,
+    cp_interleave: int = 1,
 ) -> None:
     """Write new keys and values into a cache, in place, behind the tokens that each sequence has there.
 
@@ -261,6 +286,8 @@ def append(
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2): token i of a sequence's new ones is rotated to position cache_seqlens + i.
         rotary_first: (batch,) int32 or int64: the position of the first new token, in place of cache_seqlens.
         interleaved: rotary pairs are (2 d, 2 d + 1), not (d, d + rotary_dim / 2).
+        cp_rank, cp_world, cp_interleave: as in `decode`: of the new tokens, which all ranks are given, this one writes those that it holds, behind
+            those that it holds of cache_seqlens. Not with slots.
 
     What traces the call sees the operator `tilewise::append`. On a GPU tokens that have no place (beyond the capacity, on a page that does not exist)
     are not written; on the CPU, and with `check`, they are an error, and nothing is written.
@@ -269,11 +296,16 @@ def append(
         ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
     """
     turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
-    places = Places(page_table, cache_batch_idx, cu_seqlens)
+    places, trivial = Places(page_table, cache_batch_idx, cu_seqlens), cp_world == 1 and cp_rank == 0 and cp_interleave == 1
+    share = None if trivial else share_of(cp_rank, cp_world, cp_interleave)
     if slots is not None:
+        if share is not None:
+            raise ShapeError(
+                "slots says where each token goes, so cp_world must not be given with it; a token of another rank has a negative one"
+            )
         append_operator.run(_to_slots(k_cache, v_cache, k, v, slots, (cache_seqlens, *places, *turn[:3]), check))
         return
-    append_operator.run(_to_append(k_cache, v_cache, k, v, cache_seqlens, places, turn, check))
+    append_operator.run(_to_append(k_cache, v_cache, k, v, cache_seqlens, places, turn, check, share))
 
 
 class Places(NamedTuple):
@@ -303,7 +335,7 @@ def _new_tokens(
         check_size("k", "total_q", k.shape[0], asked.q.shape[0], "q")
     places = Places(asked.page_table, asked.cache_batch_idx, cu_seqlens)
     turn = Turn(asked.rotary_cos, asked.rotary_sin, None, asked.interleaved)
-    written = _to_append(*caches, k, v, asked.cache_seqlens, places, turn, asked.check)
+    written = _to_append(*caches, k, v, asked.cache_seqlens, places, turn, asked.check, asked.share)
     decode_operator.check(asked, None if cu_seqlens is not None else k.shape[1])
     return written
 
@@ -321,7 +353,8 @@ def _appended_to(asked: decode_operator.Operands, written: append_operator.Opera
 
 
 def _to_append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: Turn, check: bool
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: Turn, check: bool,
+    share: Share | None = None,
 ) -> append_operator.Operands:  # fmt: skip
     """What `append` is asked for, whose shapes, dtypes and devices are checked."""
     page_table, cache_batch_idx, cu_seqlens = places
@@ -354,7 +387,7 @@ def _to_append(
     if cache_seqlens is None:
         raise ShapeError("cache_seqlens must be an integer tensor (batch,) or an int: it says where the new keys go")
     seqlens = _as_tensor(*_lengths(cache_seqlens, batch, k_cache, other), batch, k_cache)
-    return append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check)
+    return append_operator.Operands(k_cache, v_cache, k, v, seqlens, *places, *turn, check, False, *share or ())
 
 
 def _to_slots(
@@ -496,6 +529,16 @@ def _check_tree(tree: Tensor, batch: int, q: Tensor, other: str) -> None:
     check_size("tree", "tokens that see", tree.shape[1], tree.shape[2], "its last dimension")
 
 
+def share_of(cp_rank: int, cp_world: int, cp_interleave: int) -> Share | None:
+    """What a rank holds, its numbers checked; None where that is everything."""
+    rank, world, interleave = (
+        check_count(*x) for x in (("cp_rank", cp_rank), ("cp_world", cp_world, 1), ("cp_interleave", cp_interleave, 1))
+    )
+    if rank >= world or max(world, interleave) > INT32 or world * interleave > INT32:
+        raise ValueError(f"cp_rank must be below cp_world, and cp_world * cp_interleave fit 32 bits, got {rank}, {world}, {interleave}")
+    return None if world == 1 else Share(rank, world, interleave)
+
+
 def _check_counts(shared_prefix: int, split: int | None) -> None:
     for name, x, least, otherwise in (("shared_prefix", shared_prefix, 0, ""), ("split", 1 if split is None else split, 1, " or None")):
         if isinstance(x, bool) or not isinstance(x, int | torch.SymInt) or x < least:
@@ -532,7 +575,8 @@ def slopes_of(slopes: Tensor | None, q: Tensor, batch: int, other: str) -> Tenso
 
 
 def _check_out(out: Tensor, q: Tensor, caches: tuple[Tensor, Tensor]) -> None:
-    check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=(q.dtype,))
+    dtypes = (q.dtype,) if q.dtype.itemsize > 2 else (q.dtype, torch.float32)
+    check_out(out, (*q.shape[:-1], caches[1].shape[3]), q, gradient=False, dtypes=dtypes)
     if not traced() and not needs_dispatch((out, *caches)):
         check_apart("out", out, dict(zip(("k_cache", "v_cache"), caches, strict=True)))
 

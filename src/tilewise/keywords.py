@@ -56,11 +56,15 @@ class VarlenOptions(Everywhere, total=False):
     seqused_k: Tensor | None
     page_table: Tensor | None
     batch_invariant: bool
+    cp_rank: int
+    cp_world: int
+    cp_interleave: int
 
 
-class DecodeOptions(Cached, total=False):
+class FromCaches(Cached, total=False):
+    """What decode has on one process and on several."""
+
     mask: Mask | None
-    cache_seqlens: Tensor | int | None
     page_table: Tensor | None
     k: Tensor | None
     v: Tensor | None
@@ -68,26 +72,31 @@ class DecodeOptions(Cached, total=False):
     cache_batch_idx: Tensor | None
     leftpad: Tensor | None
     tree: Tensor | None
-    shared_prefix: int
     split: int | None
     rotary_cos: Tensor | None
     rotary_sin: Tensor | None
     interleaved: bool
     alibi_slopes: Tensor | None
+
+
+class DecodeOptions(FromCaches, total=False):
+    cache_seqlens: Tensor | int | None
+    shared_prefix: int
     out: Tensor | None
     check: bool
+    cp_rank: int
+    cp_world: int
+    cp_interleave: int
 
 
 class ShardedOptions(Trained, total=False):
     """Of distributed.attention."""
 
     stages: int
+    most_bytes: int | None
 
 
-class ShardedDecodeOptions(Cached, total=False):
+class ShardedDecodeOptions(FromCaches, total=False):
     """Of distributed.decode, but for cache_seqlens, which has to be given."""
 
-    mask: Mask | None
     interleave: int
-    page_table: Tensor | None
-    cache_batch_idx: Tensor | None

@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,32 @@ class Dropout(NamedTuple):
     def heads(self, heads_q: int) -> tuple[int, int]:
         """h of the first query head, and how many heads there are, of which the call has heads_q."""
         return (0, heads_q) if self.part is None or self.part.heads is None else self.part.heads[::2]
+
+
+class Share(NamedTuple):
+    """The tokens of every sequence that one of `world` ranks holds in its cache, one behind another: those at positions p with
+    p // interleave % world == rank. So a rank's keys ascend in position, and the first n tokens of a sequence are its first `held(n)` keys.
+    """
+
+    rank: int
+    world: int
+    interleave: int
+
+    def held(self, tokens):
+        """How many of a sequence's first `tokens` tokens the rank holds, below 0 none; of an array or a tensor, whose values stay where they are."""
+        if isinstance(tokens, int):
+            return int(self.held(np.int64(tokens)))
+        turn = self.interleave * self.world
+        rest = (tokens % turn - self.rank * self.interleave).clip(0, self.interleave)
+        return (tokens // turn * self.interleave + rest).clip(0, None)
+
+    def holds(self, position: Tensor) -> Tensor:
+        """Whether the rank holds the token at a position."""
+        return position // self.interleave % self.world == self.rank
+
+    def positions(self, keys: Tensor) -> Tensor:
+        """Of keys, counted as the rank's cache does, the positions in their sequence."""
+        return (keys // self.interleave * self.world + self.rank) * self.interleave + keys % self.interleave
 
 
 class Extras(NamedTuple):
@@ -141,6 +168,9 @@ class Call:
     precision: str | None = None
     row_max: bool = False  # whether the forward also gives each row's largest score
     out: Tensor | None = None  # shaped, typed and placed as O: a backend that can write O there returns it; others need not look
+    wide_keys: bool = (
+        False  # whether dK and dV may come in fp32, for those who add others to them; a backend that rounds them need not look
+    )
 
     @property
     def batch(self) -> int:
@@ -222,7 +252,9 @@ class DecodeCall:
     q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
     k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
     v_cache: Tensor  # likewise, with head_dim_v; both in q's dtype, or float8_e4m3fn or int8 each
-    seqlens: Tensor  # (batch,): tokens of each sequence in its cache, new ones included; clamped to [0, capacity] where it is used
+    seqlens: (
+        Tensor  # (batch,): tokens of each sequence, new ones included; clamped to [0, capacity] where it is used; with a share of all ranks
+    )
     page_table: Tensor | None  # (batch, max_pages)
     cu_seqlens_q: Tensor | None  # (batch + 1,)
     max_seqlen_q: int  # no sequence has more query tokens
@@ -241,6 +273,8 @@ class DecodeCall:
     )
     v_scale: Tensor | None = None  # likewise
     rotary: "Rotary | None" = None  # by which q is yet to be rotated
+    out_dtype: torch.dtype | None = None  # of O, where it is not q's: fp32, in which a backend may give it; others round
+    share: Share | None = None  # the tokens that are in the caches; None: all. Lengths, leftpad and the mask speak of positions
 
     @property
     def tensors(self) -> "DecodeTensors":
@@ -333,6 +367,7 @@ class AppendCall:
     rotary_sin: Tensor | None
     rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens
     interleaved: bool
+    share: Share | None = None  # the tokens that have a place; None: all
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -340,7 +375,7 @@ class AppendCall:
         return _of_append(self)
 
 
-_of_append = attrgetter(*list(AppendCall.__dataclass_fields__)[:-2])
+_of_append = attrgetter(*list(AppendCall.__dataclass_fields__)[:-3])
 
 
 def _scaled(scale: Tensor | None, tokens: int) -> str:
@@ -370,7 +405,7 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, shaped and typed as the inputs; None where the input is absent or its gradient was not asked for."""
+    """Gradients of one call, shaped and typed as the inputs (but see `Call.wide_keys`); None where there is no input or no gradient was asked for."""
 
     q: Tensor
     k: Tensor

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise import errors
 from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combine, documents, eight_bits, largest_of_documents, operands
-from tilewise.decoding import OF_CACHES, decode
+from tilewise.decoding import OF_CACHES, decode, share_of
 from tilewise.errors import ShapeError, UnsupportedError, check_words
 from tilewise.keywords import VarlenOptions
 from tilewise.masks import Full, Mask
@@ -110,6 +110,9 @@ def attention_varlen(
     return_lse: bool = False,
     return_max_logits: bool = False,
     out: Tensor | None = None,
+    cp_rank: int = 0,
+    cp_world: int = 1,
+    cp_interleave: int = 1,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
@@ -133,6 +136,7 @@ def attention_varlen(
             v_scale are decode's then.
         batch_invariant: the bits of that loop, in results and gradients, whatever a document is packed with. The CPU backend's forward pass has them
             anyway. With a page table, results whose bits are each document's own, as `decode` has them with `split`.
+        cp_rank, cp_world, cp_interleave: with a page table, as in `decode`: its pages hold a rank's share of every document.
         q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
     The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q), scales
@@ -152,11 +156,13 @@ def attention_varlen(
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale)
     usual = cu_seqlens_q is not None and bias is seqused_k is page_table is out is None and return_max_logits is batch_invariant is False
+    usual = usual and cp_world == 1 and cp_rank == 0
     if usual and (known := call_cache.find(q, k, v, options, extras)) is not None:
         if known.draws:
             extras = extras._replace(rng=operator.random_state(dropout_seed, dropout_offset))
         return known(q, k, v, extras)
     errors.check_flag("batch_invariant", batch_invariant)
+    shared = {"cp_rank": cp_rank, "cp_world": cp_world, "cp_interleave": cp_interleave}
     if page_table is not None:
         lacking = {"bias": bias is not None, "dropout_p": dropout_p != 0.0, "return_max_logits": return_max_logits is not False}
         lacking |= {"precision": precision is not None, "q_scale": q_scale is not None}
@@ -165,7 +171,11 @@ def attention_varlen(
         where = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
         scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
         scores["split"] = SPLIT if batch_invariant else None
-        return decode(q, k, v, **where, **scores, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
+        return decode(q, k, v, **where, **scores, **shared, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
+    if share_of(**shared) is not None:
+        raise UnsupportedError(
+            "cp_world needs page_table=, whose pages hold a rank's share; tilewise.distributed.attention shares out packed keys"
+        )
     q, k, v, bias = autocast(q, k, v, bias)
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

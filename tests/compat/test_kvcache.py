@@ -322,3 +322,51 @@ def test_pages_of_one_sequence_may_be_shared():
     q = randn(BATCH, 1, HEADS[0], DIM)
     o = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=20, block_table=torch.zeros(BATCH, 1, dtype=torch.int32), causal=True)
     check(call_of(q, k[:1, :20].expand(BATCH, -1, -1, -1), v[:1, :20].expand(BATCH, -1, -1, -1), tw.Causal()), o)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"window_size": (5, 0), "s_aux": torch.linspace(-1, 2, HEADS[0])}, {"softcap": 2.0}], ids=str
+)
+@pytest.mark.parametrize("pages", [0, 4])
+def test_shares_of_ranks(options, pages):
+    """vLLM's words for a cache of which each rank holds every world-th token: all ranks' results, combined, are those of the whole cache."""
+    world, lengths = 3, torch.tensor([17, 2, 0, 23], dtype=torch.int32)
+    q, k, v = (randn(4, n, h, DIM, seed=n) for n, h in ((2, HEADS[0]), (24, HEADS[1]), (24, HEADS[1])))
+    results = []
+    for rank in range(world):
+        mine, words = [x[:, rank::world].clone() for x in (k, v)], {}
+        held = (lengths - rank + world - 1) // world
+        for x in mine:
+            x[torch.arange(8) >= held[:, None]] = torch.nan
+        if pages:
+            words["page_table"] = torch.arange(8, dtype=torch.int32).view(4, 2)
+            mine = [x.reshape(8, pages, *x.shape[2:]) for x in mine]
+        words |= {"cp_world_size": world, "cp_rank": rank, "cp_tot_seqused_k": lengths, "return_softmax_lse": True}
+        results.append(flash_attn_3.flash_attn_with_kvcache(q, *mine, cache_seqlens=held, **words, **options))
+    stacked = [torch.stack(each) for each in zip(*results, strict=True)]
+    o, lse = flash_attn_3.flash_attn_combine(stacked[0], stacked[1].transpose(2, 3))
+    plain = {{"s_aux": "sink", "window_size": "mask"}.get(name, name): x for name, x in options.items()}
+    if "mask" in plain:
+        plain["mask"] = tw.SlidingWindow(*plain["mask"])
+    want, want_lse = tw.decode(q, k, v, cache_seqlens=lengths, return_lse=True, **{"causal": False} | plain)
+    torch.testing.assert_close(o, want, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse.transpose(1, 2), want_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_bad_shares():
+    q, k = randn(2, 1, 4, 16), randn(2, 8, 4, 16)
+    tokens = torch.tensor([9, 3], dtype=torch.int32)
+
+    def call(**words):
+        return flash_attn_3.flash_attn_with_kvcache(q, k, k, **{"cache_seqlens": torch.tensor([5, 2], dtype=torch.int32)} | words)
+
+    with pytest.raises(ValueError, match="cp_tot_seqused_k must be given with cp_world_size"):
+        call(cp_world_size=2)
+    with pytest.raises(ValueError, match=r"cache_seqlens are \[5, 2\], but of cp_tot_seqused_k \[9, 3\] tokens rank 1 of 2 holds \[4, 1\]"):
+        call(cp_world_size=2, cp_rank=1, cp_tot_seqused_k=tokens)
+    with pytest.raises(ValueError, match="cp_rank must be below cp_world_size"):
+        call(cp_world_size=2, cp_rank=2, cp_tot_seqused_k=tokens)
+    with pytest.raises(tw.UnsupportedError, match="k is not supported with cp_world_size"):
+        call(k=q, v=q, cp_world_size=2, cp_tot_seqused_k=tokens)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cp_size'"):
+        call(cp_size=2)

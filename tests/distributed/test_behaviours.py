@@ -8,7 +8,7 @@ import ranks
 def test_around_attention():
     results = ranks.run(distributed_behaviours.everything, 3)
     assert all(isinstance(each, list) for each in results), next(each["error"] for each in results if isinstance(each, dict))
-    assert len(results[0]) == 9
+    assert len(results[0]) == 11
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -219,3 +220,19 @@ def test_a_second_derivative_is_refused():
     (grad,) = torch.autograd.grad(distributed.attention(q, q, q, plan).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+def test_keys_are_parted_only_where_memory_asks():
+    """First a part of the heads at a time, and parts of the keys only where those of one head are too many."""
+    plan = distributed.plan(tw.Causal(), 10_000, (0, 4), heads=(32, 8), head_dim=128)
+    of_head = 10_000 * 2 * 128 * 2
+    assert plan.report().pieces == (1, 1) and plan.report().at_once == 8 * of_head
+    for bound, pieces in ((8, (1, 1)), (7.99, (2, 1)), (3, (4, 1)), (1, (8, 1)), (0.99, (8, 2)), (0.1, (8, 12))):
+        report = plan.report(most_bytes=int(bound * of_head))
+        assert report.pieces == pieces and report.at_once <= bound * of_head, (bound, report)
+        assert f"in {pieces[0]} parts of heads and {pieces[1]} of keys" in str(report)
+    tiny = plan.report(most_bytes=1)  # a tile of one head is the least
+    assert tiny.pieces == (8, 79) and tiny.at_once == 128 * 2 * 128 * 2
+    assert plan.report(4, most_bytes=of_head, batch=2).pieces == (8, 5)
+    parts = plan.key_parts(79)
+    assert parts[0] == (0, 128) and parts[-1] == (9984, 10_000) and all(a[1] == b[0] for a, b in pairwise(parts))

@@ -1,211 +1,95 @@
-"""Which thread block of a decode launch computes what (decode/scheduler.py), carried out alone: every tile once, pieces in order, no later than
-equal shares by the model that chooses.
+"""The decode kernel over a rank's share of every sequence, without a GPU: what all ranks find, merged, is the whole's by the one tolerance.
+
+Compiling a configuration takes longer than carrying it out: a quick test has few, and the others are slow.
 """
 
-import random
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import replace
 
+import decode_shares
 import pytest
 import torch
+from decode_problems import DecodeCase, by_kernel, made, with_eight_bits, with_int64, with_rotary
 from emulator.backend import NEEDED, Emulated
 
 from tilewise.backends.hopper.decode import call as decoding
-from tilewise.backends.hopper.decode.config import configure
-from tilewise.backends.hopper.decode.operands import Lengths, Tensors, Work
-from tilewise.backends.tables.window import FAR, Window
-from tilewise.sm90 import jit
+from tilewise.backends.hopper.decode import workspace
+from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.problem import Share
 
 pytestmark = NEEDED
 
-TILE = PAGE = 64
-MOST = 48  # pieces of a block
-CONFIG = configure(torch.bfloat16, 128, 128, PAGE)
+WINDOW, CHANGES = SlidingWindow(100, 0), {"softcap": 5.0, "alibi": True, "sink": True}
+QUICK = [  # case, world, interleave, tokens of a page
+    (DecodeCase(lengths=(0, 1, 63, 300), queries=2), 2, 16, 16),
+    (DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), mask=WINDOW, dtype=torch.float16, **CHANGES), 3, 1, 0),
+]
+SLOW = [
+    (DecodeCase(lengths=(70, 3, 0, 200, 130), queries=7, tree=7, alibi=True), 2, 3, 16),
+    (DecodeCase(lengths=(70, 3, 500, 0), queries=2, leftpad=(5, 3, 200, 0), entries=True, mask=Causal(offset=-2)), 3, 4, 0),
+    (DecodeCase(lengths=(300, 17, 0), split=64, sink=True, softcap=5.0), 2, 1, 4),
+    (DecodeCase(lengths=(400, 350), queries=200, heads=(3, 1), mask=SlidingWindow(80, 30)), 2, 64, 16),  # many rows, two warpgroups
+    (DecodeCase(lengths=(350, 100), queries=(300, 1), heads=(2, 2), dims=(128, 128)), 2, 1, 64),
+    (DecodeCase(lengths=(70, 300), queries=90, tree=20, leftpad=(0, 100), dims=(96, 96)), 2, 5, 0),
+    (DecodeCase(lengths=(70, 1, 130), queries=3, dims=(256, 256), mask=Full()), 4, 2, 0),
+    (DecodeCase(lengths=(70, 1, 300), queries=2, heads=(8, 1), dims=(576, 512), latent=True, alibi=True), 2, 16, 16),
+    (DecodeCase(lengths=(5, 9), queries=2), 8, 16, 0),  # most ranks hold nothing
+]
 
 
-class Piece(NamedTuple):
-    sequence: int
-    head: int
-    row0: int
-    first: int
-    last: int
-    number: int
-    count: int
-    origin: int
-    slot: int
-    whole: int
-
-
-class Launch(NamedTuple):
-    """rows: of a unit; queries: tokens of a sequence, of which each has `group` rows."""
-
-    lengths: tuple[int, ...]
-    columns: int = 1
-    blocks: int = 12
-    heads: int = 1
-    rows: int = 64
-    queries: int = 1
-    group: int = 1
-    least: int = 1
-    window: int = FAR
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.queries * self.group // self.rows)
-
-    def tiles(self, length: int) -> range:
-        first = max(0, length - self.queries - self.window) // TILE
-        return range(first, max(-(-length // TILE), first + 1))
-
-    @property
-    def units(self) -> dict[tuple[int, int, int], range]:
-        """(sequence, head, first row): tiles of keys."""
-        heads, steps = range(self.heads), range(0, self.row_tiles * self.rows, self.rows)
-        return {(b, head, row0): self.tiles(n) for b, n in enumerate(self.lengths) for head in heads for row0 in steps}
-
-    def of_column(self) -> list[int]:
-        """Tiles of the units of a column."""
-        each = self.heads // self.columns * self.row_tiles
-        return [len(self.tiles(n)) for n in self.lengths for _ in range(each)]
-
-
-def arguments(config):
-    from tilewise.sm90.dsl import Int32
-
-    tensors, lengths, work, window, *_ = decoding.arguments(config)
-    return [jit.tensor(Int32, *(jit.size() for _ in range(4)), aligned=False), tensors, lengths, work, window]
-
-
-def pieces(launch: Launch, alone: int) -> list[list[Piece]]:
-    """Of each block, one column after the other."""
-    batch, ints = len(launch.lengths), {"dtype": torch.int32, "device": "cpu"}
-    found = torch.full((launch.columns, launch.blocks, MOST, len(Piece._fields)), -1, **ints)
-    numbers = {"dtype": torch.bfloat16, "device": "cpu"}
-    q, k = torch.zeros(batch, launch.queries, launch.heads * launch.group, 8, **numbers), torch.zeros(1, PAGE, launch.heads, 8, **numbers)
-    sums, lse = (torch.zeros(*shape, dtype=torch.float32, device="cpu") for shape in ((1, launch.rows, 8), (2, 1, launch.rows)))
-    table = torch.zeros(batch, -(-max(*launch.lengths, 1) // PAGE), **ints)
-    lengths = Lengths(torch.tensor(launch.lengths, **ints), table, None, None, None, None)
-    grid = launch.columns, launch.blocks
-    work = Work(sums, lse, torch.zeros(1, **ints), *grid, launch.queries, launch.least, 0, 0, 1, 0, alone, 0)
-    of_q = torch.zeros(batch, launch.heads * launch.group, launch.queries, dtype=torch.float32, device="cpu")
-    given = found, Tensors(q, k, k, q, of_q), lengths, work, Window(-launch.window, 0)
-    Emulated().compiled("device_functions:launch_pieces", arguments, CONFIG)(*given)
-    return [[Piece(*each) for each in block if each[0] >= 0] for block in found.flatten(0, 1).tolist()]
-
-
-def sound(launch: Launch, found: list[list[Piece]]) -> None:
-    """Each unit's tiles once, in pieces of following blocks in the order of keys, each with a slot of its own, and each unit with a counter."""
-    parts, slots, counters, units = {}, {}, {}, launch.units
-    of_blocks = launch.columns * launch.blocks
-    for g, block in enumerate(found):
-        for piece in block:
-            unit = piece[:3]
-            parts.setdefault(unit, []).append((g, piece))
-            assert piece.head // (launch.heads // launch.columns) == g // launch.blocks
-            if piece.count > 1:
-                assert 0 <= piece.slot < 2 * of_blocks and slots.setdefault(piece.slot, unit) == unit
-                assert 0 <= piece.origin < of_blocks and counters.setdefault(piece.origin, unit) == unit
-    assert set(parts) == set(units)
-    assert len(slots) == sum(len(each) for each in parts.values() if len(each) > 1)
-    for unit, each in parts.items():
-        assert [piece.number for _, piece in each] == list(range(len(each))) and all(piece.count == len(each) for _, piece in each)
-        assert all(before + 1 == g for (before, _), (g, _) in pairwise(each))
-        assert [n for _, piece in each for n in range(piece.first, piece.last)] == list(units[unit])
-
-
-def through(loads: list[int], blocks: int, faster: float) -> float:
-    """When blocks with so many tiles are done that share what memory brings alike, in tiles as a block without others goes through them."""
-    left, time, before = sorted(x for x in loads if x), 0.0, 0
-    for i, load in enumerate(left):
-        time += (load - before) * max(1.0, faster * (len(left) - i) / blocks)
-        before = load
-    return time
-
-
-def held_to_the_model(launch: Launch, found: list[list[Piece]], alone: int) -> bool:
-    """That whole units are done no later than equal shares, both of which take what memory does: these one more unit, and the sum of pieces.
-
-    Returns whether they are whole.
-    """
-    (whole,) = {piece.whole for block in found for piece in block}
-    if not whole:
-        return False
-    units, blocks = launch.of_column(), launch.blocks
-    faster = max(alone / 4 / launch.row_tiles, 1.0)
-    even = max(-(-sum(units) // blocks), launch.least)
-    for column in range(launch.columns):
-        mine = found[column * blocks : (column + 1) * blocks]
-        assert all(piece.count == 1 for block in mine for piece in block)
-        time = through([sum(piece.last - piece.first for piece in block) for block in mine], blocks, faster)
-        assert time <= max(faster * sum(units) / blocks, even) + 2 * CONFIG.fixed + launch.least
-    return True
-
-
-K = 1024
-
-
-CHOICES = {
-    "whole, although two blocks might share each": (Launch((K,) * 64, blocks=132, least=2), True, 64),
-    "two units of a sequence": (Launch((K,) * 64, blocks=132, queries=2, group=64, least=4), True, 128),
-    "two units a block": (Launch((K,) * 256, blocks=132, least=2), True, 128),
-    "some of one tile": (Launch((1, *(200,) * 20, 1), blocks=22, least=2), True, 22),
-    "of a window": (Launch((8 * K,) * 8, blocks=12, window=1000), True, 8),
-    "equal, as whole ones take too long": (Launch((8 * K,) * 64, blocks=132, least=2), False, 132),
-    "equal, although it takes long to add many rows up": (Launch((8 * K,) * 64, blocks=132, least=8), False, 132),
-    "equal, as it is a unit for each block": (Launch((K,) * 16, columns=8, blocks=16, heads=8, least=2), False, 128),
-    "equal, as it is two units for each block": (Launch((K,) * 32, columns=8, blocks=16, heads=8, least=2), False, 128),
-    "equal, as half of the blocks would be idle": (Launch((4 * K,) * 4, columns=2, blocks=16, heads=4, least=2), False, 32),
-    "equal, as one is long": (Launch((100 * K, *(K,) * 20), blocks=132, least=2), False, 132),
-    "equal, as it is one unit": (Launch((8 * K,), blocks=132), False, 128),
-    "equal, as lengths are ragged": (Launch(tuple(range(0, 4 * K, 50)), blocks=66, least=2), False, 66),
-}
-
-
-@pytest.mark.parametrize(("launch", "whole", "blocks"), CHOICES.values(), ids=CHOICES)
-def test_what_is_chosen(launch, whole, blocks):
-    """Whether units are whole, and how many blocks have anything to do."""
-    found = pieces(launch, CONFIG.alone)
-    sound(launch, found)
-    assert held_to_the_model(launch, found, CONFIG.alone) == whole
-    assert sum(map(bool, found)) == blocks
-
-
-def drawn(draw: random.Random) -> Launch:
-    columns, batch = draw.choice((1, 1, 2)), draw.choice((1, 2, 3, 5, 9, 20, 40, 90))
-    even, spread = draw.choice((100, 1000, 5000, 30_000)), draw.choice((0.0, 0.05, 0.3, 1.0))
-    lengths = tuple(0 if draw.random() < 0.05 else int(even * (1 + spread * draw.uniform(-1, 1))) for _ in range(batch))
-    rows = draw.choice((16, 64))
-    return Launch(
-        lengths,
-        columns=columns,
-        blocks=draw.choice((7, 16, 33, 66, 132)) // columns,
-        heads=columns * draw.choice((1, 1, 2)),
-        rows=rows,
-        queries=draw.choice((1, 3)),
-        group=draw.choice((4, rows)),
-        least=draw.choice((1, 2, 8)),
-        window=draw.choice((FAR, FAR, 700)),
-    )
-
-
-def choices(seed: int, count: int) -> list[bool]:
-    """Whether units are whole in so many launches, each of which is checked with equal shares, too."""
-    draw, found = random.Random(seed), []
-    while len(found) < count:
-        launch, alone = drawn(draw), draw.choice((CONFIG.alone, CONFIG.alone, 6, 4))
-        if len(launch.of_column()) < MOST // 3 * launch.blocks:
-            sound(launch, pieces(launch, 0))
-            sound(launch, chosen := pieces(launch, alone))
-            found.append(held_to_the_model(launch, chosen, alone))
+def compute(call):
+    with Emulated().on_gpu():
+        found = by_kernel(call)
+    assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found
 
 
-def test_lengths_at_random():
-    assert set(choices(0, 12)) == {True, False}
+@pytest.mark.parametrize("given", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
+def test_cases(given):
+    case, *of_ranks = given
+    decode_shares.check(made(case), compute, *of_ranks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_more_lengths_at_random(seed):
-    found = choices(seed, 150)
-    assert 20 < sum(found) < len(found) - 20
+def test_eight_bits_rotary_and_wide_indices():
+    call = made(DecodeCase(lengths=(70, 1, 200, 0), queries=3))
+    eight, exact = with_eight_bits(call, (torch.float8_e4m3fn, torch.int8), ("token", "head"))
+    decode_shares.check(eight, compute, 3, 4, 16, exact)
+    turned, exact = with_rotary(call, 16, True)
+    decode_shares.check(turned, compute, 2, 1, 0, exact)
+    decode_shares.check(with_int64(call), compute, 2, 1, 0)
+
+
+def test_wild_lengths_are_clamped():
+    """Nothing is read beyond what the caches hold, whatever lengths say."""
+    call = decode_shares.of_rank(made(DecodeCase(lengths=(64, 300), queries=2)), Share(1, 2, 16), 16)
+    full = replace(call, k_cache=call.k_cache.nan_to_num(1.0), v_cache=call.v_cache.nan_to_num(1.0))
+    full = replace(full, page_table=full.page_table.clamp(0, full.k_cache.shape[0] - 1))
+    for lengths in ([2**31 - 1, 5000], [-(2**31), 320]):
+        o, lse = compute(replace(full, seqlens=torch.tensor(lengths, dtype=torch.int32)))
+        assert o.isfinite().all() and not lse.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DecodeCase(lengths=(70, 1, 300), queries=2, sink=True),
+        pytest.param(DecodeCase(lengths=(70, 1, 300), queries=(3, 1, 0), page=16, split=64, sink=True), marks=pytest.mark.slow),
+        pytest.param(DecodeCase(lengths=(70, 1, 300), queries=2, heads=(8, 1), dims=(576, 512), latent=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_to_be_merged_need_not_be_rounded(case):
+    """O in fp32 rounds to what is given without."""
+    call = made(case)
+    (plain, lse), (wide, other) = compute(call), compute(replace(call, out_dtype=torch.float32))
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(case.dtype), plain) and torch.equal(lse, other)
+    assert not torch.equal(wide, plain.float())
+
+
+def test_what_a_kernel_depends_on():
+    """One kernel serves all ranks, worlds and interleaves; a call that has all tokens is not theirs."""
+    call = made(DecodeCase(lengths=(64, 300)))
+    shares = [replace(call, share=Share(*each)) for each in ((0, 2, 1), (1, 2, 1), (3, 4, 16))]
+    assert len({decoding.config_of(each) for each in shares}) == 1
+    assert decoding.config_of(call) not in map(decoding.config_of, shares)
+    assert len({decoding._key(each) for each in (call, *shares)}) == 4

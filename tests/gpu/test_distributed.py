@@ -3,10 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import decode_shares
 import pytest
 import torch
+from decode_problems import DecodeCase, by_kernel, made
 from distributed_cases import families
 from hopper_problems import NEEDS_HOPPER
 
@@ -34,6 +37,50 @@ def test_rows_have_the_bits_of_the_whole_call(name, dim):
     whole, ours = results(q, d_o, ((0, N),)), results(q[:, places], d_o[:, places], ROWS)
     for what, x, y in zip(("o", "lse", "dq"), ours, whole, strict=True):
         assert torch.equal(x, y[:, places]), what
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (DecodeCase(lengths=(0, 1, 63, 3000), queries=4, heads=(8, 2), dims=(128, 128)), 2, 16, 64),
+        (
+            DecodeCase(
+                lengths=(700, 1, 3000, 9), queries=(3, 1, 0, 90), heads=(6, 2), mask=tw.SlidingWindow(500, 0), alibi=True, sink=True
+            ),
+            3,
+            1,
+            0,
+        ),
+        (DecodeCase(lengths=(700, 1, 3000), queries=2, heads=(16, 1), dims=(576, 512), latent=True), 4, 16, 16),
+    ],
+    ids=str,
+)
+def test_decode_by_shares(given):
+    """What ranks find of their shares, one after another on this GPU, is the whole when it is merged."""
+
+    case, *of_ranks = given
+
+    def compute(call):
+        moved = {name: x.cuda() for name, x in vars(call).items() if isinstance(x, torch.Tensor)}
+        if case.latent:  # values are to be in the memory of their keys there, too
+            moved["v_cache"] = moved["k_cache"][..., : case.dims[1]]
+        return tuple(x.cpu() for x in by_kernel(replace(call, **moved)))
+
+    decode_shares.check(made(case), compute, *of_ranks)
+
+
+def test_decode_by_shares_in_a_graph():
+    """Nothing is read on the host: a captured call follows lengths that are written later."""
+    q, k, v = (torch.randn(2, n, h, 64, device="cuda").bfloat16() for n, h in ((1, 4), (256, 2), (256, 2)))
+    lengths, words = torch.tensor([500, 3], dtype=torch.int32, device="cuda"), {"cp_rank": 1, "cp_world": 2, "cp_interleave": 16}
+    tw.decode(q, k, v, cache_seqlens=lengths, **words)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = tw.decode(q, k, v, cache_seqlens=lengths, **words)
+    for numbers in ([500, 3], [17, 512], [0, 100]):
+        lengths.copy_(torch.tensor(numbers, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(o, tw.decode(q, k, v, cache_seqlens=lengths.clone(), **words))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs")

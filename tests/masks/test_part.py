@@ -32,6 +32,28 @@ def test_rows(mask, rows):
     assert part.kind == ("bitmap" if mask.kind == "bitmap" else "runs")
 
 
+@pytest.mark.parametrize("keys", [(0, 25, 25), (0, 9, 25), (8, 25, 25), (8, 19, 25), (24, 25, 25)])
+@pytest.mark.parametrize("mask", MASKS, ids=repr)
+def test_keys(mask, keys):
+    """Of some keys alone, counted from the first of them."""
+    first, last, _ = keys
+    whole, rows = mask.dense(20, 25)[:, first:last], ROWS[2]
+    part = tw.Part(mask, 20, rows, keys=keys)
+    expected = torch.cat([whole[begin:end] for begin, end in rows])
+    assert torch.equal(part.dense(len(expected), last - first), expected)
+    assert part.pairs(len(expected), last - first) == expected.sum()
+    tensors: list[torch.Tensor] = []
+    assert parse(part.text(tensors), tensors) == part and pickle.loads(pickle.dumps(part)) == part
+    with pytest.raises(tw.ShapeError, match="keys=.* the call has seqlen_k 26"):
+        part.dense(len(expected), 26)
+
+
+def test_dropout_knows_no_keys():
+    q = torch.zeros(1, 8, 1, 16)
+    with pytest.raises(tw.UnsupportedError, match="dropout counts the pairs of a whole call"):
+        tw.attention(q, q, q, mask=tw.Part(tw.Causal(), 8, [(0, 8)], keys=(8, 16, 20)), dropout_p=0.5)
+
+
 def test_heads():
     masks = [tw.Causal(), tw.SlidingWindow(3, 0), tw.Full()]
     mask = tw.PerHead({(0, 1): masks[0], (1, 4): masks[1], (4, 6): masks[2]})

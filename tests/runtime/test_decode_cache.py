@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tilewise as tw
 from tilewise.backends.cpu import Cpu
 from tilewise.masks import Causal, Dense, SlidingWindow
-from tilewise.problem import DecodeTensors
+from tilewise.problem import DecodeTensors, Share
 from tilewise.runtime import append_operator, bound_call, cache_values, decode_cache, decode_operator
 
 WANTED = cache_values.wanted
@@ -40,10 +40,13 @@ class Binding(Cpu):
 
     def bind_append(self, call):
         packed, interleaved, refuses = call.cu_seqlens is not None, call.interleaved, self.refuses
+        of_rank = {f"cp_{name}": n for name, n in (call.share or Share(0, 1, 1))._asdict().items()}
 
         def write(given, first=None):
             *others, cu_seqlens, cos, sin = given
-            written = append_operator.Operands(*others, cu_seqlens if packed else None, cos, sin, first, interleaved, check=False)
+            written = append_operator.Operands(
+                *others, cu_seqlens if packed else None, cos, sin, first, interleaved, check=False, **of_rank
+            )
             if refuses:
                 return None
             append_operator._append(written)
@@ -443,8 +446,24 @@ def test_it_does_not_grow_without_end(monkeypatch):
     assert scales == [6.0, 7.0, 8.0], "the oldest go"
 
 
+def test_ranks_are_told_apart(backend):
+    """A process has one rank, but tests and servers that try things have several: what is kept for one is not another's."""
+    (q, k_cache, v_cache), given = contiguous()
+    lengths, (new_k, new_v) = given["cache_seqlens"], (drawn(*q.shape[:2], *x.shape[2:], seed=9) for x in (k_cache, v_cache))
+    wanted = {}
+    for _ in range(2):
+        for share in ((0, 2, 1), (1, 2, 1), (1, 3, 1), (1, 2, 4)):
+            caches = k_cache.clone(), v_cache.clone()
+            words = dict(zip(("cp_rank", "cp_world", "cp_interleave"), share, strict=True)) | {"k": new_k, "v": new_v, "return_lse": True}
+            found = *tw.decode(q, *caches, cache_seqlens=lengths, **words), *caches
+            assert all(map(torch.equal, found, wanted.setdefault(share, found)))
+        assert backend.binds == 4
+    assert len({each[2].sum().item() for each in wanted.values()}) == 4
+
+
 def test_options_and_tensors_are_arguments_of_decode():
-    names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache"}
+    names = tw.decode.__kwdefaults__.keys() | {"q", "k_cache", "v_cache", "share"}
+    names -= {f"cp_{name}" for name in Share._fields}  # which that is
     known = {"cache_seqlens" if name == "seqlens" else name for name in DecodeTensors._fields + decode_cache.Options._fields}
     assert known == names
 

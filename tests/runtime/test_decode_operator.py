@@ -34,7 +34,7 @@ def pages(inputs):
 def operands(q, k, v, **fields):
     present = {"q": q, "k_cache": k, "v_cache": v, "mask_tensors": [], "mask": "Causal()", "softcap": 0.0}
     present |= {"shared_prefix": 0, "interleaved": False, "check": False}
-    return tuple(Operands(**(dict.fromkeys(Operands._fields) | present | fields)))
+    return tuple(Operands(**(dict.fromkeys(Operands._fields) | Operands._field_defaults | present | fields)))
 
 
 OPCHECKS = {
@@ -44,6 +44,7 @@ OPCHECKS = {
     "sink and slopes": {"sink": random(4), "alibi_slopes": random(1, 4), "softcap": 2.0, "scale": 0.3},
     "dense": {"mask": "Dense(#0)&Causal()", "mask_tensors": [random(2, 1, 1, 9) > 0]},
     "tiled": {"backend": "tiled", "cache_seqlens": LENGTHS},
+    "share": {"cache_seqlens": LENGTHS, "cp_rank": 1, "cp_world": 2},
 }
 
 

@@ -19,12 +19,13 @@ SCHEMAS = {
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? page_table, Tensor? cu_seqlens_q, Tensor? "
         "cache_batch_idx, Tensor? leftpad, Tensor? tree, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sink, "
         "Tensor? k_scale, Tensor? v_scale, Tensor[] mask_tensors, str mask, SymInt? length, SymInt shared_prefix, SymInt? split, bool "
-        "interleaved, float? scale, float softcap, str? backend, bool check) -> (Tensor, Tensor)"
+        "interleaved, float? scale, float softcap, str? backend, bool check, ScalarType? out_dtype, SymInt cp_rank, SymInt cp_world, "
+        "SymInt cp_interleave) -> (Tensor, Tensor)"
     ),
     "append": (
         "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, Tensor? page_table, Tensor? "
         "cache_batch_idx, Tensor? cu_seqlens, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? rotary_first, bool interleaved, bool "
-        "check, bool skip) -> ()"
+        "check, bool skip, SymInt cp_rank, SymInt cp_world, SymInt cp_interleave) -> ()"
     ),
 }
 

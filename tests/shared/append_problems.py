@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tilewise.problem import AppendCall
+from tilewise.problem import AppendCall, Share
 from tilewise.runtime import append_operator, cache_values
 
 BEHIND = 2  # packed tokens behind the last sequence
@@ -30,6 +30,7 @@ class AppendCase:
     first: bool = False  # rotary positions of their own
     index: torch.dtype = torch.int32
     dtype: torch.dtype = torch.bfloat16
+    share: Share | None = None
 
 
 def made(case: AppendCase, seed: int = 0, device: str = "cpu") -> AppendCall:
@@ -72,6 +73,7 @@ def made(case: AppendCase, seed: int = 0, device: str = "cpu") -> AppendCall:
         rotary_sin=angles.sin().to(case.table) if case.rotary else None,
         rotary_first=ints([(7 * b) % 40 for b in range(batch)]) if case.first else None,
         interleaved=case.interleaved,
+        share=case.share,
     )
     return replace(call, **{name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)})
 
@@ -87,7 +89,8 @@ def by_torch(call: AppendCall, monkeypatch) -> tuple[Tensor, Tensor]:
             there[name] = torch.cat((x[:1].expand(before, -1), x, x[-1:].expand(after, -1)))
         first = there["rotary_first"] if there["rotary_first"] is not None else there["cache_seqlens"]
         there["rotary_first"] = first.long() + before
-    append_operator._append(append_operator.Operands(**there, check=False))
+    share = there.pop("share") or Share(0, 1, 1)
+    append_operator._append(append_operator.Operands(**there, check=False, **{f"cp_{name}": n for name, n in share._asdict().items()}))
     return there["k_cache"], there["v_cache"]
 
 
@@ -104,4 +107,6 @@ CASES = [
     ),
     AppendCase(lengths=(5, 0, 47, 78, -1), new=2, page=16, dims=(64, 48), dtype=torch.float8_e4m3fn),
     AppendCase(lengths=(5, 0, 75), new=(1, 2, 7), entries=True, wild=True, heads=9, dims=(128, 128), index=torch.int64),
+    AppendCase(lengths=(5, 0, 155, 158, -2, 999), new=5, rotary=32, page=16, share=Share(1, 2, 3)),
+    AppendCase(lengths=(5, 0, 155), new=(1, 2, 7), entries=True, rotary=20, first=True, share=Share(2, 3, 1), index=torch.int64),
 ]

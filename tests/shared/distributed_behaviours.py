@@ -24,7 +24,19 @@ def tensors(seed: int = 0, n: int = N, n_k: int | None = None) -> tuple[torch.Te
 def everything(rank: int, world: int) -> list[str]:
     """Every behaviour below that all ranks go through; the names of those that were looked at."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))["cp"]
-    looked = (tokens, cross_attention, hybrid_layers, checkpointed, compiled, dtensors, empty_batch, decoded, different_plans)
+    looked = (
+        tokens,
+        cross_attention,
+        hybrid_layers,
+        checkpointed,
+        compiled,
+        dtensors,
+        empty_batch,
+        decoded,
+        different_plans,
+        as_in_torchtitan,
+        in_parts,
+    )
     for each in looked:
         each(rank, world, mesh)
     return [each.__name__ for each in looked]
@@ -157,12 +169,38 @@ def decoded(rank, world, mesh) -> None:
             table = table + 6 * torch.arange(batch, dtype=torch.int32)[:, None]
             got = distributed.decode(q, *paged, mesh, cache_seqlens=lengths, interleave=step, page_table=table)
             torch.testing.assert_close(got, tw.decode(q, k, v, cache_seqlens=lengths), rtol=2e-6, atol=2e-6)
-    refused(
-        lambda: distributed.decode(q, k, v, mesh, cache_seqlens=lengths, mask=tw.FirstKeys(3)),
-        tw.UnsupportedError,
-        "mask must be of one band",
-    )
-    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=7), tw.ShapeError, "cache_seqlens must be a tensor (batch,)")
+    decoded_in_all_ways(rank, world, mesh)
+    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=None), tw.ShapeError, "cache_seqlens must be given with cp_world")
+    refused(lambda: distributed.decode(q, k, v, mesh, cache_seqlens=7, interleave=0), ValueError, "interleave must be an integer")
+
+
+def decoded_in_all_ways(rank, world, mesh) -> None:
+    """Packed queries, new tokens to be written, rotary, ALiBi, padding, 16 bits, a rank that holds nothing: one process's results, the same bits on
+    all ranks.
+    """
+    generator = torch.Generator().manual_seed(10)
+    lengths, bounds = torch.tensor([41, 3, 17], dtype=torch.int32), torch.tensor([0, 4, 4, 6], dtype=torch.int32)
+    q, slopes = torch.randn(7, HEADS[0], DIM, generator=generator), torch.rand(HEADS[0], generator=generator)
+    caches = [torch.randn(3, 64, HEADS[1], DIM, generator=generator) for _ in "kv"]
+    angles = torch.randn(64, 4, generator=generator)
+    turn = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    for dtype, within in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
+        new = [torch.randn(7, HEADS[1], DIM, generator=generator).to(dtype) for _ in "kv"]
+        whole = [x.to(dtype) for x in caches]
+        words = {"cu_seqlens_q": bounds, "k": new[0], "v": new[1], "alibi_slopes": slopes, "leftpad": lengths // 3, **turn}
+        words |= {"cache_seqlens": lengths, "mask": tw.PrefixLM(3), "return_lse": True}
+        for step in (1, 16):
+            positions = torch.arange(64)
+            mine = positions[positions // step % world == rank]
+            shares = [x[:, mine].clone() for x in whole]
+            got, lse = distributed.decode(q.to(dtype), *shares, mesh, interleave=step, **words)
+            want, want_lse = tw.decode(q.to(dtype), *(grown := [x.clone() for x in whole]), **words)
+            torch.testing.assert_close(got, want, rtol=within, atol=within)
+            torch.testing.assert_close(lse, want_lse, rtol=within, atol=within)
+            assert all(torch.equal(x, y[:, mine]) for x, y in zip(shares, grown, strict=True))
+            every = [torch.empty_like(got) for _ in range(world)]
+            torch.distributed.all_gather(every, got)
+            assert all(torch.equal(got, each) for each in every)
 
 
 def different_plans(rank, world, mesh) -> None:
@@ -181,6 +219,114 @@ def refused(call, error: type[Exception], words: str) -> None:
         assert words in str(caught), str(caught)
         return
     raise AssertionError(f"nothing raised; expected {error.__name__}: {words}")
+
+
+def in_parts(rank, world, mesh) -> None:
+    """Within a bound on memory heads come one after another, with the same bits, and where that is not enough keys do."""
+    generator = torch.Generator().manual_seed(5)
+    n, shown = 700, torch.rand(700, 700, generator=generator) < 0.3
+    every = {
+        "documents": (tw.Documents([0, 300, 301, n], inner=tw.Causal()), {}),
+        "window": (tw.SlidingWindow(90, 5), {"sink": torch.linspace(-1, 2, HEADS[0]), "softcap": 3.0}),
+        "dense": (tw.Dense(shown), {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
+        "heads": ({(0, 2): tw.Causal(), (2, 4): tw.FirstKeys(400)}, {}),
+    }
+    for dtype, within in ((torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 3e-2)):
+        q, k, v, d_o = (x.to(dtype) for x in tensors(6, n))
+        bias = torch.randn(1, HEADS[0], 1, n, generator=generator).to(dtype)
+        for name, (mask, words) in every.items():
+            for layout in ("auto", "ulysses") if dtype == torch.float64 else ("auto",) if name == "window" else ():
+                plan = distributed.plan(mask, n, mesh, heads=HEADS, head_dim=DIM, layout=layout)
+                most = 300 * 2 * DIM * q.itemsize  # of 300 keys of one head
+                pieces = plan.report(q.itemsize, most).pieces
+                assert pieces == (HEADS[1] // plan.sharing, 3), pieces
+                words = words | ({} if name == "dense" else {"bias": bias})
+                found = []
+                for several in (False, True):
+                    leaves = [(plan.dispatch(x) if several else x).detach().requires_grad_() for x in (q, k, v)]
+                    more = {x: y.detach().to(dtype, copy=True).requires_grad_() if x in ("sink", "bias") else y for x, y in words.items()}
+                    if several:
+                        o, lse = distributed.attention(*leaves, plan, most_bytes=most, return_lse=True, **more)
+                    else:
+                        o, lse = tw.attention(*leaves, mask=mask, return_lse=True, **more)
+                    o.backward(plan.dispatch(d_o) if several else d_o)
+                    of_all = [y.grad for x, y in more.items() if x in ("sink", "bias")]
+                    for each in of_all if several else ():
+                        wide = each.double()
+                        dist.all_reduce(wide)
+                        each.copy_(wide)
+                    at_hand = (lambda x, dim: x) if several else plan.dispatch
+                    found.append([at_hand(x.detach(), 1) for x in (o, *(x.grad for x in leaves))] + [at_hand(lse.detach(), 2), *of_all])
+                for got, want in zip(found[1], found[0], strict=True):
+                    largest = want.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+                    torch.testing.assert_close(got, want, rtol=within, atol=within * max(1.0, largest))
+    plan = distributed.plan(tw.Causal(), n, mesh, heads=HEADS, head_dim=DIM)
+    given = [plan.dispatch(x.float()) for x in (q, k, v)]
+    plain = distributed.attention(*given, plan)
+    assert torch.equal(plain, distributed.attention(*given, plan, most_bytes=n * 2 * DIM * 4))  # a head at a time is enough
+    refused(
+        lambda: distributed.attention(*given, plan, most_bytes=1000, dropout_p=0.1, dropout_seed=1),
+        tw.UnsupportedError,
+        "in which dropout is not counted",
+    )
+
+
+class TitanBlock(torch.nn.Module):
+    """A decoder's layer as torchtitan 0.3 has it: `attention.inner_attention` is called with (batch, seqlen, heads, head_dim) and says which mask."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = torch.nn.ModuleDict(
+            {
+                "qkv": torch.nn.Linear(width, (HEADS[0] + 2 * HEADS[1]) * DIM),
+                "inner_attention": TitanAttention(),
+                "wo": torch.nn.Linear(HEADS[0] * DIM, width),
+            }
+        )
+
+    def forward(self, x, positions):
+        q, k, v = self.attention["qkv"](x).unflatten(-1, (-1, DIM)).split([HEADS[0], HEADS[1], HEADS[1]], 2)
+        turn = positions[..., None, None] / torch.logspace(0, 3, DIM // 2)
+        q, k = (torch.cat((y[..., : DIM // 2] * turn.cos(), y[..., DIM // 2 :] * turn.sin()), -1) for y in (q, k))
+        return x + self.attention["wo"](self.attention["inner_attention"](q, k, v, attention_masks=None, enable_gqa=True).flatten(2))
+
+
+class TitanAttention(torch.nn.Module):
+    def forward(self, q, k, v, *, attention_masks=None, scale=None, enable_gqa=False, is_causal=True):
+        return tw.attention(q, k, v, causal=is_causal, scale=scale)
+
+
+def as_in_torchtitan(rank, world, mesh) -> None:
+    """The two places where torchtitan asks for context parallelism: inner attentions get another forward, batches their rank's tokens. (The package
+    itself, which brings a dozen others, is not installed here.)
+    """
+    plan = distributed.plan(tw.Causal(), N, mesh, heads=HEADS, head_dim=DIM, layout="zigzag")
+    torch.manual_seed(0)
+    layers, width = [TitanBlock(32) for _ in range(2)], 32
+    inputs, positions = torch.randn(2, N, width), torch.arange(N).expand(2, -1)
+    want = inputs
+    for layer in layers:
+        want = layer(want, positions)
+    want.square().sum().backward()
+    grads = [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+    def apply_cp_to_forward(modules, plan):
+        def forward(q, k, v, *, scale=None, **others):
+            return distributed.attention(q, k, v, plan, scale=scale)
+
+        for module in modules:
+            module.forward = forward
+
+    apply_cp_to_forward([layer.attention["inner_attention"] for layer in layers], plan)
+    got, mine = (plan.dispatch(x) for x in (inputs, positions))
+    for layer in layers:
+        layer.zero_grad()
+        got = layer(got, mine)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, plan.dispatch(want), rtol=1e-5, atol=1e-5)
+    for p, grad in zip((p for layer in layers for p in layer.parameters()), grads, strict=True):
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(p.grad, grad, rtol=2e-4, atol=2e-3)
 
 
 def in_transformers(rank: int, world: int) -> list[str]:

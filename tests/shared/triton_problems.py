@@ -6,6 +6,7 @@ from unittest import mock
 
 import append_problems
 import decode_problems
+import decode_shares
 import pytest
 import torch
 from append_problems import AppendCase
@@ -16,7 +17,8 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.targets import Target
-from tilewise.problem import DecodeCall
+from tilewise.masks import Causal
+from tilewise.problem import Call, DecodeCall
 from tilewise.testing import poison
 
 MOST_WORK = 60_000  # rows times keys of a random call: more are slow to interpret
@@ -38,6 +40,40 @@ def decoded(call: DecodeCall) -> tuple[Tensor, Tensor]:
 def holds(case: DecodeCase) -> None:
     call = decode_problems.made(case)
     held(call, *decoded(call))
+
+
+def holds_shares(case: DecodeCase, world: int, interleave: int, page: int, rotary: int = 0, kinds: tuple | None = None) -> None:
+    """Ranks with a share of the tokens each."""
+    call = exact = decode_problems.made(case)
+    if rotary:
+        call, exact = with_rotary(call, rotary, False)
+    if kinds:
+        call, exact = with_eight_bits(call, kinds, ("token", "head"))
+    decode_shares.check(call, decoded, world, interleave, page, exact)
+
+
+def rounds_wide_outputs(case: DecodeCase) -> None:
+    """O in fp32 rounds to what is given without."""
+    call = decode_problems.made(case)
+    (plain, lse), (wide, other) = decoded(call), decoded(replace(call, out_dtype=torch.float32))
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(case.dtype), plain) and torch.equal(lse, other)
+    assert not torch.equal(wide, plain.float())
+
+
+def rounds_wide_keys(dtype: torch.dtype) -> None:
+    """dK and dV in fp32 round to what is given without; where NaN had to be kept from others, whose sums are then more exact, to its neighbour."""
+    draw = torch.Generator().manual_seed(1)
+    q, k, v, d_o = (torch.randn(1, n, h, 64, generator=draw).to(dtype) for n, h in ((70, 4), (90, 2), (90, 2), (70, 4)))
+    for spoiled in (False, True):
+        d_o[0, 3] = math.nan if spoiled else 1.0
+        call = Call(q=q, k=k, v=v, mask=Causal(), scale=0.125, grad=True)
+        o, lse = Triton().forward(call)[:2]
+        plain, wide = (Triton().backward(each, o, lse, d_o, None) for each in (call, replace(call, wide_keys=True)))
+        assert torch.equal(plain.q.nan_to_num(7.0), wide.q.nan_to_num(7.0))
+        for narrow, found in ((plain.k, wide.k), (plain.v, wide.v)):
+            assert found.dtype == torch.float32 and torch.equal(found.isnan(), narrow.isnan())
+            within = {} if spoiled else {"rtol": 0.0, "atol": 0.0}
+            torch.testing.assert_close(found.to(dtype), narrow, equal_nan=True, **within)
 
 
 def holds_with_int64(case: DecodeCase) -> None:

@@ -6,7 +6,8 @@ torchrun --nproc-per-node 2 tools/gpu/context_parallel.py --device cpu      a re
 First, bit by bit: O, LSE and dQ of each rank beside those of one device, which computes the whole sequence; dK and dV within rounding of the same.
 Then times, a line of JSON each: a forward pass and a backward pass, and alone what they consist of (gather, kernel, return), of the slowest rank
 the median; TFLOP/s of a GPU count visible pairs. kernel_of_mask is the same by the kernels that causal masks and windows have of their own. Schemes:
-tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results.
+tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results. Before all that, decoding from shares of a
+cache beside a whole one.
 Exits with 1 where bits differ.
 """
 
@@ -38,6 +39,7 @@ MASKS = ("full", "causal", "documents", "window")
 SCHEMES = ("tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "one")
 STAGES = 2  # parts of the key heads, of which the next is fetched while one is computed
 BUDGET_S = 1.5  # of a measurement, about
+AT_ONCE = context.Options(None, 0.0, (0.0, None, 0), False, None, stages=1, parts=1)
 
 
 def mask_of(name: str, n: int) -> tw.Mask:
@@ -202,13 +204,13 @@ def measure(
     }
     if name not in ("ring", "one"):
         with torch.no_grad():
-            rows, ((keys, values),) = context._to_group(q, plan), context._keys(k, v, plan, 1)
+            rows, ((_, keys, values),) = context._to_group(q, plan), context._keys(k, v, plan, AT_ONCE)
         local = [x.detach().requires_grad_() for x in (rows, keys, values)]
         kernel = partial(tw.attention, mask=plan.local_mask)
         local_o = kernel(*local)
         d_local = context._to_group(d_o, plan)
         phases |= {
-            "gather": lambda: (context._to_group(q, plan), list(context._keys(k, v, plan, 1))),
+            "gather": lambda: (context._to_group(q, plan), list(context._keys(k, v, plan, AT_ONCE))),
             "kernel": lambda: kernel(*local),
             "kernel_backward": lambda: torch.autograd.grad(local_o, local, d_local, retain_graph=True),
             "return": lambda: returned(keys, values, k, v, plan),
@@ -238,6 +240,25 @@ def measure(
         yield row | {"direction": direction, "seconds": seconds, "tflops_per_gpu": flops * pairs * dim / seconds / world / 1e12} | alone
 
 
+def decode(n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
+    """One new token of one sequence of n, whose cache is on one device, or shared out in turns of a token or of 64."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, k, v, _ = tensors(n, heads, dim, device, dtype)
+    q, lengths = q[:, :1].contiguous(), torch.full((1,), n, dtype=torch.int32, device=device)
+    want = tw.decode(q, k, v, cache_seqlens=lengths)
+    row = {"decode": n, "heads": heads, "head_dim": dim, "dtype": str(dtype)[6:], "world": world}
+    row["one_s"] = timed(lambda: tw.decode(q, k, v, cache_seqlens=lengths), device)
+    positions = torch.arange(n, device=device)
+    for turn in (1, 64):
+        mine = positions[positions // turn % world == rank]
+        share = k[:, mine], v[:, mine]
+        call = partial(distributed.decode, q, *share, dist.group.WORLD, cache_seqlens=lengths, interleave=turn)
+        error = slowest((call().double() - want.double()).abs().max().item() / want.double().abs().max().item(), device)
+        alone = partial(tw.decode, q, *share, cache_seqlens=lengths, cp_rank=rank, cp_world=world, cp_interleave=turn, return_lse=True)
+        times = {"seconds": timed(call, device), "kernel_s": timed(alone, device)}
+        yield row | {"interleave": turn, "error": error, "right": error <= 4 * torch.finfo(dtype).eps} | times
+
+
 def by_ranges(mask_name: str, plan: distributed.Plan) -> list[tuple[slice, tw.Mask]]:
     """This rank's computation as a call for each range of rows, by the kernel that the mask has on one GPU; empty where there is none. Whether that
     is faster than one call by tiles, and has its bits, is to be seen.
@@ -257,8 +278,8 @@ def by_ranges(mask_name: str, plan: distributed.Plan) -> list[tuple[slice, tw.Ma
 
 
 def returned(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor, plan: distributed.Plan) -> Any:
-    back = context._KeyGradients(k, v, plan, 1)
-    back.send(d_k, d_v)
+    back = context._KeyGradients(k, v, plan, AT_ONCE)
+    back.send(context.Piece(0, None, True), d_k, d_v)
     return back.received()
 
 
@@ -329,6 +350,10 @@ def main() -> int:
                 with open(options.out, "a") as file:
                     file.write(line + "\n")
 
+    for n in (8192, 524288) if on_gpu else (768,):
+        for pair in heads:
+            for row in decode(n, pair, dim, device, dtype):
+                keep(row)
     for name in SCHEMES[:-1]:
         for row in check(name, 8192 if on_gpu else 768, (16, 8), dim, device, dtype):
             keep(row)

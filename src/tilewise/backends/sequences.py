@@ -21,8 +21,8 @@ CAPTURE = (
 def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) -> tuple[Tensor, Tensor]:
     """O and LSE as `Backend.decode` gives them, by the `forward` of a backend. Lengths and bounds that do not fit are clamped."""
     check_capture(call.q, "decode, sequence by sequence,", CAPTURE)
-    capacity = call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
-    lengths = call.seqlens.clamp(0, capacity).tolist()
+    capacity = capacity_of(call)
+    lengths = call.seqlens.clamp(0, capacity if call.share is None else None).tolist()
     packed = call.cu_seqlens_q is not None
     rows = call.q.flatten(0, 1) if not packed else call.q
     bounds = call.cu_seqlens_q.clamp(0, rows.shape[0]).tolist() if packed else range(0, rows.shape[0] + 1, call.q.shape[1] or 1)
@@ -40,18 +40,35 @@ def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) 
 
 
 def sequence(call: DecodeCall, b: int, q: Tensor, length: int) -> Call:
-    """Sequence b as a call of its own: q (1, queries, heads_q, head_dim)."""
-    slopes = call.alibi_slopes
+    """Sequence b as a call of its own: q (1, queries, heads_q, head_dim). Of a share it has the keys that are there, each seen by the queries that
+    see its position, and what ALiBi adds as a bias, for distances are between positions.
+    """
+    slopes, bias, positions, held = call.alibi_slopes, None, None, length
+    slopes = slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1]
+    if call.share is not None:
+        held = min(call.share.held(length), capacity_of(call))
+        positions = call.share.positions(torch.arange(held, dtype=torch.int64, device=q.device))
+        if slopes is not None:
+            place = torch.arange(length - q.shape[1], length, dtype=torch.int64, device=q.device)
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            bias = -slopes.to(wide)[..., None, None] * (place[:, None] - positions).abs().to(wide)
+            slopes = None
     return Call(
         q=q,
-        k=_keys(call, call.k_cache, call.k_scale, b, length),
-        v=_keys(call, call.v_cache, call.v_scale, b, length),
-        mask=_mask(call, b, q.shape[1], length),
+        k=_keys(call, call.k_cache, call.k_scale, b, held),
+        v=_keys(call, call.v_cache, call.v_scale, b, held),
+        mask=_mask(call, b, q.shape[1], length, positions),
         scale=call.scale,
         softcap=call.softcap,
-        alibi_slopes=slopes if slopes is None or slopes.shape[0] == 1 else slopes[b : b + 1],
+        bias=bias,
+        alibi_slopes=slopes,
         sink=call.sink,
     )
+
+
+def capacity_of(call: DecodeCall) -> int:
+    """Keys that the caches hold of a sequence, at most."""
+    return call.k_cache.shape[1] * (1 if call.page_table is None else call.page_table.shape[1])
 
 
 def _keys(call: DecodeCall, cache: Tensor, scale: Tensor | None, b: int, length: int) -> Tensor:
@@ -75,12 +92,12 @@ def _tokens(call: DecodeCall, cache: Tensor, b: int, length: int) -> Tensor:
     return cache[entry : entry + 1, :length]
 
 
-def _mask(call: DecodeCall, b: int, queries: int, length: int) -> Mask:
-    """The mask of one sequence; padding and a tree make it dense."""
+def _mask(call: DecodeCall, b: int, queries: int, length: int, positions: Tensor | None) -> Mask:
+    """The mask of one sequence, by the positions of the keys that are there; padding, a tree and a share make it dense."""
     mask = of_sequence(call.mask, b, length)
-    if call.leftpad is None and call.tree is None:
+    if call.leftpad is None and call.tree is None and positions is None:
         return mask
-    heads = call.q.shape[-2]
+    heads = 1 if mask.extent[1] == 1 else call.q.shape[-2]
     shown = torch.zeros((1, heads, queries, length), dtype=torch.bool, device="cpu")
     for plane in mask.planes(queries, length, 1, heads):
         shown[:, plane.heads.start : plane.heads.stop] = torch.from_numpy(plane.region.dense())
@@ -91,6 +108,8 @@ def _mask(call: DecodeCall, b: int, queries: int, length: int) -> Mask:
         new = tree.shape[0]
         rows, keys = min(new, queries), min(new, length)  # of the newest tokens, those that are there
         shown[..., queries - rows :, length - keys :] &= tree[new - rows :, new - keys :]
+    if positions is not None:
+        shown = shown[..., positions.cpu()]
     return Dense(shown.to(call.q.device))
 
 

@@ -1,6 +1,7 @@
 """Key/value caches as the peers' functions describe them, in the words of `decode` and `append`: rows, pages, padding, rotary positions."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from tilewise import decoding
 from tilewise.compat import _translate as translate
 from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_heads, check_like, check_size, check_tensor
 from tilewise.masks import SlidingWindow
+from tilewise.problem import Share
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime.cache_values import sequence_of
@@ -33,6 +35,7 @@ class Cache:
     leftpad: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    share: Share | None = None  # the tokens that are in the cache, of all that there are; then nothing is written
 
     @classmethod
     def of(
@@ -72,9 +75,27 @@ class Cache:
         check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
         return cls(k=k, v=v, lengths=cache_seqlens, k_scale=k_scale, v_scale=v_scale, **places)
 
-    def places(self) -> dict[str, Tensor | None]:
+    def of_rank(self, rank: int, world: int, tokens: Tensor | None) -> "Cache":
+        """Of a rank that holds every world-th token from its own on. `tokens` (batch,) are those of the whole sequences, `lengths` those here."""
+        share = decoding.share_of(rank, world, 1)
+        if share is None:
+            return self
+        if tokens is None:
+            raise ShapeError("cp_tot_seqused_k must be given with cp_world_size: how many tokens the whole sequences have")
+        check_tensor("cp_tot_seqused_k", tokens, ("batch",), INDEX_DTYPES)
+        check_size("cp_tot_seqused_k", "batch", tokens.shape[0], self.lengths.shape[0], "q")
+        check_like("cp_tot_seqused_k", tokens, self.k, same_dtype=False, other="k_cache")
+        if not is_compiling() and values.wanted(tokens.device, False) and not torch.equal(share.held(tokens.long()), self.lengths.long()):
+            raise ShapeError(
+                f"cache_seqlens are {self.lengths.tolist()}, but of cp_tot_seqused_k {tokens.tolist()} tokens rank {rank} of {world} holds "
+                f"{share.held(tokens).tolist()}"
+            )
+        return replace(self, lengths=tokens, share=share)
+
+    def places(self) -> dict[str, Any]:
         """Where the tokens lie, in the words of `decode` and `append`."""
-        return {"cache_seqlens": self.lengths, "page_table": self.page_table, "cache_batch_idx": self.batch_idx}
+        found = {"cache_seqlens": self.lengths, "page_table": self.page_table, "cache_batch_idx": self.batch_idx}
+        return found if self.share is None else found | {f"cp_{name}": n for name, n in self.share._asdict().items()}
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the tokens that are there, k and v (total, heads_k, head_dim), and their cu_seqlens. Reads lengths, pages and rows."""
@@ -159,6 +180,9 @@ def attend(
     from_padding = (
         cache.leftpad is not None and given.mask is not None and not isinstance(given.mask, SlidingWindow)
     )  # chunks count from there
+    if cache.share is not None and (k is not None or qv is not None or from_padding):
+        what = "k" if k is not None else "qv" if qv is not None else "attention_chunk with cache_leftpad"
+        raise UnsupportedError(f"{what} is not supported with cp_world_size; tilewise.decode and append take new tokens with cp_world=")
     if cache.k.dtype in EIGHT_BITS and (qv is not None or from_padding):
         what = "qv" if qv is not None else "attention_chunk with cache_leftpad"
         raise UnsupportedError(f"{what} is not supported with a k_cache of {cache.k.dtype}; pass caches in bf16")

@@ -22,7 +22,7 @@ from tilewise.compat import _descale, _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import translate_errors
 from tilewise.compat.rotary import split_heads
-from tilewise.errors import DTYPES, EIGHT_BITS, check_like, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, check_like, check_size, check_tensor, check_words
 from tilewise.merge import merge
 
 __version__ = "3.0.0+tilewise"
@@ -35,6 +35,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+OF_VLLM = "cp_world_size", "cp_rank", "cp_tot_seqused_k", "s_aux"
 DESCALES = {f"{x}_scale": f"{x}_descale" for x in "qkv"}
 
 
@@ -131,7 +132,10 @@ def flash_attn_varlen_func(
     return (out, lse) if return_attn_probs else out
 
 
-@translate_errors(scale="softmax_scale", leftpad="cache_leftpad", cu_seqlens="cu_seqlens_k_new", rotary_first="rotary_seqlens", **DESCALES)
+OF_CACHE = {"leftpad": "cache_leftpad", "cu_seqlens": "cu_seqlens_k_new", "rotary_first": "rotary_seqlens", "cp_world": "cp_world_size"}
+
+
+@translate_errors(scale="softmax_scale", sink="s_aux", **OF_CACHE, **DESCALES)
 def flash_attn_with_kvcache(
     q,
     k_cache,
@@ -163,15 +167,20 @@ def flash_attn_with_kvcache(
     pack_gqa=None,
     sm_margin=0,
     return_softmax_lse=False,
+    **of_vllm,
 ) -> Any:
     """`tilewise.compat.flash_attn.flash_attn_with_kvcache`, and what is new here.
 
     cu_seqlens_q: (batch + 1,); q is then packed, (total_q, heads, head_dim). cu_seqlens_k_new: likewise k and v.
     page_table: (batch, max_pages), pages of any size. rotary_seqlens: (batch,), the position of the first new token, in place of cache_seqlens.
+    of_vllm: words of vLLM's build alone. cp_world_size, cp_rank: the cache holds every cp_world_size-th token of a sequence, from token cp_rank on.
+        cp_tot_seqused_k: (batch,), tokens of the whole sequences, by whose positions causal and window_size go; cache_seqlens is of those here.
+        Nothing is appended then. s_aux: (heads,), sinks, counted by rank 0 alone, so that `merge` of all ranks' results counts them once.
 
     Returns out, or with return_softmax_lse (out, softmax_lse). No gradients, as the peer.
     """
-    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk)
+    check_words("flash_attn_with_kvcache", {name: x for name, x in of_vllm.items() if name not in OF_VLLM}, dict.fromkeys(OF_VLLM))
+    given = translate.options(causal, window_size, softmax_scale, softcap, chunk=attention_chunk, sink=of_vllm.get("s_aux"))
     axes = ("batch", "seqlen_q", "heads", "head_dim") if cu_seqlens_q is None else ("total_q", "heads", "head_dim")
     check_tensor("q", q, axes, (*DTYPES, *EIGHT_BITS))
     if k is not None and cache_seqlens is None:
@@ -179,6 +188,7 @@ def flash_attn_with_kvcache(
     batch = decoding.batch_of_queries(q, cu_seqlens_q)
     places = {"page_table": page_table, "batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
     cache = _kvcache.Cache.of(k_cache, v_cache, batch, cache_seqlens, **places, k_scale=k_descale, v_scale=v_descale)
+    cache = cache.of_rank(of_vllm.get("cp_rank", 0), of_vllm.get("cp_world_size", 1), of_vllm.get("cp_tot_seqused_k"))
     q = _descale.wide_queries(q, k_cache, q_descale, cu_seqlens_q)
     rotary = _kvcache.Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, k, rotary_seqlens)
     packed = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": cu_seqlens_k_new}

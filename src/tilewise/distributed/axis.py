@@ -21,6 +21,12 @@ def merged(ranges: ndarray) -> Ranges:
     return tuple(zip(ranges[first, 0].tolist(), ranges[last, 1].tolist(), strict=True))
 
 
+def cut(ranges: ndarray, first: int, last: int) -> ndarray:
+    """What of intervals (n, 2) lies in [first, last)."""
+    found = ranges.clip(first, last)
+    return found[found[:, 0] < found[:, 1]]
+
+
 def positions(first: ndarray, last: ndarray) -> Tensor:
     """Every position of [first, last) each, in order, int64 on the CPU."""
     which, place = expand(last - first)

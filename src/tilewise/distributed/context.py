@@ -18,11 +18,12 @@ from tilewise.distributed.planning import Plan
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.keywords import ShardedOptions
 from tilewise.masks.arguments import check_count
+from tilewise.merge import merge
 from tilewise.runtime import operator
 
 
 class Options(NamedTuple):
-    """What of a call is no tensor."""
+    """What of a call is no tensor; parts: of the keys."""
 
     scale: float | None
     softcap: float
@@ -30,6 +31,7 @@ class Options(NamedTuple):
     deterministic: bool
     backend: str | None
     stages: int
+    parts: int
 
 
 @overload
@@ -62,14 +64,15 @@ def attention(
     deterministic: bool = False,
     backend: str | None = None,
     stages: int = 1,
+    most_bytes: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, forward and backward.
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
-    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, in fp32 (fp64 for
-    fp64), in the order of the ranks, rounded once from each part's dtype: the same bits in every run. Under layout="ulysses", with one group, dK and
-    dV have the bits of one process, too.
+    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, which crosses and is
+    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (The Hopper kernels round
+    each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
 
     Args:
         q: (batch, plan.seqlen, heads_q, head_dim): this rank's tokens, as `plan.dispatch` gives them. All heads, whatever the layout.
@@ -83,6 +86,10 @@ def attention(
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
         stages: heads are computed in so many parts, which divide the key heads of a rank, while the keys of the next part are fetched. The memory of
             the fetched keys is as many times smaller; the bits are the same.
+        most_bytes: that the keys and values of all tokens may take at a time, the same on all ranks; what is on its way comes on top. Then there are
+            as many stages as that takes, and only where those of one head are still too many, keys are fetched and computed part by part (in a
+            ring's memory, but by what is needed): partial results of q's dtype are merged in fp32, so bits are not those of one process, and there is
+            no dropout. `plan.report(most_bytes=)` says what is chosen.
 
     The other arguments, and what is returned, are those of `tilewise.attention`, of this rank's tokens. DTensors that are sharded along the sequence
     are taken with layout="contiguous", and O is one, too. torch.compile leaves the call out of its graph.
@@ -112,7 +119,11 @@ def attention(
     if sink is not None:
         errors.check_sink(sink, q, plan.heads[0])
     plan.check_runs(q.device)
-    options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, _stages(stages, plan))
+    bytes_of_key = (k.shape[3] + v.shape[3]) * k.shape[0] * k.itemsize
+    pieces = plan.pieces(bytes_of_key, most_bytes and check_count("most_bytes", most_bytes, 1), _stages(stages, plan))
+    if pieces[1] > 1 and dropout_p:
+        raise UnsupportedError(f"with most_bytes={most_bytes} keys come in {pieces[1]} parts, in which dropout is not counted; give more")
+    options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, *pieces)
     o, lse = _Attention.apply(q, k, v, bias, sink, alibi_slopes, plan, options)
     if placed is not None:
         o = placed(o, like)
@@ -162,9 +173,13 @@ class _Attention(torch.autograd.Function):
         queries = _to_group(q, plan)
         grad = any(x is not None and x.requires_grad for x in (q, k, v, bias, sink))
         found = []
-        for stage, (keys, values) in enumerate(_keys(k, v, plan, options.stages)):
-            given = _operands(queries, keys, values, bias, sink, slopes, plan, options, stage)._replace(grad=grad)
-            found.append(operator.attend(given)[:2] if queries.shape[1] else _nothing(given))
+        for piece, keys, values in _keys(k, v, plan, options):
+            given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=grad)
+            results = operator.attend(given)[:2] if queries.shape[1] else _nothing(given)
+            if options.parts > 1:
+                results = results[0].to(results[1].dtype), results[1]
+            found.append(results if piece.begins else merge(*zip(found.pop(), results, strict=True)))
+        found = [(x.to(q.dtype), y) for x, y in found]
         o, lse = (torch.cat(x, dim) if options.stages > 1 else x[0] for x, dim in zip(zip(*found, strict=True), (2, 1), strict=True))
         ctx.save_for_backward(queries, k, v, bias, sink, slopes, o, lse)
         ctx.plan, ctx.options = plan, options
@@ -181,23 +196,38 @@ class _Attention(torch.autograd.Function):
         d_lse = None if d_lse is None else _rows_to_group(d_lse, plan)
         bias_grad = bias is not None and ctx.needs_input_grad[3]
         d_bias, d_sink = (None if x is None else torch.zeros_like(x) for x in (bias if bias_grad else None, sink))
-        dq, back = torch.empty_like(queries), _KeyGradients(k, v, plan, options.stages)
-        for stage, (keys, values) in enumerate(_keys(k, v, plan, options.stages)):
+        wide = lse.dtype if options.parts > 1 else queries.dtype  # of sums over parts of the keys
+        dq, back = torch.empty_like(queries, dtype=wide), _KeyGradients(k, v, plan, options)
+        for piece, keys, values in _keys(k, v, plan, options):
             if queries.shape[1]:
-                given = _operands(queries, keys, values, bias, sink, slopes, plan, options, stage)._replace(grad=True)
-                mine, heads = _of_stage(plan, options, stage)
+                given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=True)
+                mine, heads = _of_stage(plan, options, piece.stage)
                 statistics = (None if x is None else x[:, mine].contiguous() for x in (lse, d_lse))
                 stage_lse, stage_d_lse = statistics
-                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad)
-                dq[:, :, mine] = results[0]
+                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad, wide_keys=True)
+                dq[:, :, mine] = results[0] if piece.begins else dq[:, :, mine] + results[0]
                 if d_bias is not None:
-                    (d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]).add_(results[3])
-                if d_sink is not None:
+                    of_heads = d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]
+                    (of_heads if piece.part is None else of_heads[..., slice(*piece.part)]).add_(results[3])
+                if d_sink is not None and piece.begins:
                     d_sink[heads] = results[4]
-                back.send(results[1], results[2])
+                back.send(piece, results[1], results[2])
             else:
-                back.send(torch.zeros_like(keys), torch.zeros_like(values))
-        return _from_group(dq, like, plan), *back.received(), d_bias, d_sink, None, None, None
+                back.send(piece, torch.zeros_like(keys), torch.zeros_like(values))
+        return _from_group(dq.to(queries.dtype), like, plan), *back.received(), d_bias, d_sink, None, None, None
+
+
+class Piece(NamedTuple):
+    """What is computed at a time: a stage's heads against all keys, or those of a part."""
+
+    stage: int
+    part: tuple[int, int] | None
+    begins: bool  # the stage, whose sink it has
+
+
+def _pieces(plan: Plan, options: Options) -> list[Piece]:
+    parts = plan.key_parts(options.parts)
+    return [Piece(stage, part, part is parts[0]) for stage in range(options.stages) for part in parts]
 
 
 def _of_stage(plan: Plan, options: Options, stage: int) -> tuple[slice, slice]:
@@ -207,18 +237,21 @@ def _of_stage(plan: Plan, options: Options, stage: int) -> tuple[slice, slice]:
     return slice(heads.start - first, heads.stop - first), heads
 
 
-def _operands(queries, keys, values, bias, sink, slopes, plan: Plan, options: Options, stage: int) -> operator.Operands:
-    """Those of this rank's call of one stage."""
-    mine, heads = _of_stage(plan, options, stage)
+def _operands(queries, keys, values, bias, sink, slopes, plan: Plan, options: Options, piece: Piece) -> operator.Operands:
+    """Those of this rank's call of one piece."""
+    mine, heads = _of_stage(plan, options, piece.stage)
+    sink = sink if piece.begins else None
+    if bias is not None and piece.part is not None:
+        bias = bias[..., slice(*piece.part)]
     if heads.stop - heads.start < plan.heads[0]:
         bias = bias if bias is None or bias.shape[1] == 1 else bias[:, heads]
         sink = None if sink is None else sink[heads]
         slopes = None if slopes is None else slopes[..., heads]
-    mask = plan.mask_of(heads, by_heads=options.dropout[0] > 0.0)
-    call = {name: x for name, x in options._asdict().items() if name != "stages"}
+    mask = plan.mask_of(heads, by_heads=options.dropout[0] > 0.0, keys=piece.part)
+    call = {name: x for name, x in options._asdict().items() if name not in ("stages", "parts")}
     given = api.operands(queries[:, :, mine], keys, values, mask, bias=bias, sink=sink, alibi_slopes=slopes, **call)
     if slopes is not None:
-        given = given._replace(diagonal=_diagonal(plan, queries.device))
+        given = given._replace(diagonal=_diagonal(plan, queries.device) - (0 if piece.part is None else piece.part[0]))
     return given
 
 
@@ -235,38 +268,40 @@ def _nothing(given: operator.Operands) -> tuple[Tensor, Tensor]:
     return q.new_zeros((*q.shape[:3], given.v.shape[3])), q.new_zeros((q.shape[0], q.shape[2], 0), dtype=wide)
 
 
-def _keys(k: Tensor, v: Tensor, plan: Plan, stages: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values (batch, seqlen_k of the whole sequence, heads of a stage, width) with those filled that this rank's queries need. Those of the
-    next stage are fetched meanwhile.
+def _keys(k: Tensor, v: Tensor, plan: Plan, options: Options) -> Iterator[tuple[Piece, Tensor, Tensor]]:
+    """Piece by piece keys and values (batch, seqlen_k of the whole sequence or its part, heads of a stage, width) with those filled that this rank's
+    queries need. Those of the next piece are fetched meanwhile.
     """
-    packed, routes = torch.cat((k, v), dim=3).transpose(0, 1), plan.routes_of_keys(k.device)
-    heads = [plan.head_slices(plan.heads[1], stage, stages) for stage in range(stages)]
-    ahead = begin(packed, routes, heads[0], plan.place.group)
-    for stage in range(stages):
-        now, ahead = ahead, None if stage == stages - 1 else begin(packed, routes, heads[stage + 1], plan.place.group)
-        whole = finish(now, packed, routes, heads[stage], plan.k.length).transpose(0, 1)
-        yield whole[..., : k.shape[3]], whole[..., k.shape[3] :]
+    packed, pieces = torch.cat((k, v), dim=3).transpose(0, 1), _pieces(plan, options)
+    ways = [(plan.routes_of_keys(k.device, each.part), plan.head_slices(plan.heads[1], each.stage, options.stages)) for each in pieces]
+    ahead = begin(packed, *ways[0], plan.place.group)
+    for n, piece in enumerate(pieces):
+        now, ahead = ahead, None if n == len(pieces) - 1 else begin(packed, *ways[n + 1], plan.place.group)
+        first, last = piece.part or (0, plan.k.length)
+        whole = finish(now, packed, *ways[n], last - first).transpose(0, 1)
+        yield piece, whole[..., : k.shape[3]], whole[..., k.shape[3] :]
 
 
 class _KeyGradients:
-    """Gradients of keys and values on their way back to those who hold them, stage by stage."""
+    """Gradients of keys and values on their way back to those who hold them, piece by piece."""
 
-    def __init__(self, k: Tensor, v: Tensor, plan: Plan, stages: int) -> None:
-        self.k, self.v, self.plan, self.stages, self.underway = k, v, plan, stages, []
-        self.routes = plan.routes_of_keys(k.device)
+    def __init__(self, k: Tensor, v: Tensor, plan: Plan, options: Options) -> None:
+        self.k, self.v, self.plan, self.stages, self.underway = k, v, plan, options.stages, []
+        self.adds = len(plan.rows) > 1
+        self.dtype = torch.float32 if self.adds and k.dtype != torch.float64 else k.dtype  # of what crosses, too
 
-    def send(self, dk: Tensor, dv: Tensor) -> None:
-        packed = torch.cat((dk, dv), dim=3).transpose(0, 1)
-        mine = packed[self.routes.take[self.plan.place.rank]]
-        self.underway.append((begin_back(packed, self.routes, self.plan.place.group), mine))
+    def send(self, piece: Piece, dk: Tensor, dv: Tensor) -> None:
+        packed, routes = torch.cat((dk, dv), dim=3).to(self.dtype).transpose(0, 1), self.plan.routes_of_keys(self.k.device, piece.part)
+        mine = packed[routes.take[self.plan.place.rank]]
+        heads = self.plan.head_slices(self.plan.heads[1], piece.stage, self.stages)
+        self.underway.append((begin_back(packed, routes, self.plan.place.group), mine, routes, heads))
 
     def received(self) -> Sequence[Tensor]:
         """dK and dV of this rank's keys."""
-        k, v, adds = self.k, self.v, len(self.plan.rows) > 1
-        wide = k.dtype if k.dtype == torch.float64 or not adds else torch.float32
-        out = torch.zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=wide, device=k.device)
-        for stage, (underway, mine) in enumerate(self.underway):
-            finish_back(underway, mine, self.routes, self.plan.head_slices(self.plan.heads[1], stage, self.stages), out, adds)
+        k, v = self.k, self.v
+        out = torch.zeros((k.shape[1], k.shape[0], k.shape[2], k.shape[3] + v.shape[3]), dtype=self.dtype, device=k.device)
+        for underway, mine, routes, heads in self.underway:
+            finish_back(underway, mine, routes, heads, out, self.adds)
         return out.to(k.dtype).transpose(0, 1).split([k.shape[3], v.shape[3]], dim=3)
 
 

@@ -6,22 +6,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilewise.api import combine
-from tilewise.backends.tables.window import FAR, window_of
 from tilewise.decoding import decode as decode_here
-from tilewise.distributed.exchange import told
+from tilewise.distributed.exchange import Group, told
 from tilewise.distributed.planning import place_of
-from tilewise.errors import ShapeError, UnsupportedError, check_flag, check_tensor
+from tilewise.errors import check_flag
 from tilewise.keywords import ShardedDecodeOptions
 from tilewise.masks import Mask
 from tilewise.masks.arguments import check_count
 from tilewise.merge import merge
+from tilewise.problem import Share
 
 
 def held(tokens: Tensor, rank: int, world: int, interleave: int) -> Tensor:
     """How many of the first `tokens` tokens of a sequence rank holds: token p is on rank p // interleave % world. On the device, nothing is read."""
-    turn = interleave * world
-    return tokens // turn * interleave + (tokens % turn - rank * interleave).clamp(0, interleave)
+    return Share(rank, world, interleave).held(tokens)
 
 
 @overload
@@ -31,7 +29,7 @@ def decode(
     v_cache: Tensor,
     mesh: Any,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     return_lse: Literal[False] = False,
     **options: Unpack[ShardedDecodeOptions],
 ) -> Tensor: ...
@@ -42,7 +40,7 @@ def decode(
     v_cache: Tensor,
     mesh: Any,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     return_lse: Literal[True],
     **options: Unpack[ShardedDecodeOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -53,7 +51,7 @@ def decode(
     v_cache: Tensor,
     mesh: Any,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     return_lse: bool = False,
     **options: Unpack[ShardedDecodeOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -63,14 +61,24 @@ def decode(
     v_cache: Tensor,
     mesh: Any,
     *,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | int,
     interleave: int = 1,
     page_table: Tensor | None = None,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
+    leftpad: Tensor | None = None,
+    tree: Tensor | None = None,
+    split: int | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    interleaved: bool = False,
     causal: bool = True,
     mask: Mask | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -81,74 +89,73 @@ def decode(
     behind another.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks: the last seqlen_q positions of each sequence. Several new tokens are as many
-            reads of the cache.
-        k_cache, v_cache, page_table, cache_batch_idx, k_scale, v_scale: as in `tilewise.decode`, of this rank's tokens. New tokens have been
-            written, each where it is held (`held` says how many a rank has).
+        q: as in `tilewise.decode`, the same on all ranks.
+        k_cache, v_cache, page_table, cache_batch_idx, k_scale, v_scale: as in `tilewise.decode`, of this rank's tokens (`held` says how many it has).
         mesh: a DeviceMesh of one dimension or a process group; or (rank, world), for this rank's partial result, which `tilewise.merge` puts
             together.
-        cache_seqlens: (batch,) int32 or int64, tokens of the whole sequences, new ones included. Nothing is read on the host.
+        cache_seqlens: (batch,) int32 or int64, or one int for all: tokens of the whole sequences. Nothing is read on the host.
         interleave: tokens in a row on one rank; the capacity of a rank's cache for shares that are not interleaved.
-        mask: a mask of one band on the bottom right diagonal (`SlidingWindow`), by positions in the whole sequence; the same for all heads.
+        k, v: new tokens, the same on all ranks, of which each rank writes those that it holds.
         sink: (heads_q,), counted once.
 
+    The other arguments are those of `tilewise.decode`, the same on all ranks; they speak of positions in whole sequences.
+
     Returns:
-        O as q with head_dim_v, the same bits on all ranks, and with `return_lse` LSE (batch, heads_q, seqlen_q). Partial results are rounded to q's
-        dtype before they are merged in fp32.
+        O as q with head_dim_v, the same bits on all ranks, and with `return_lse` LSE (batch, heads_q, seqlen_q), packed (heads_q, total_q). Partial
+        results are fp32, and rounded once they are merged; with (rank, world) they are of q's dtype.
 
     Raises:
-        ShapeError, ValueError, UnsupportedError: as `tilewise.decode`; another mask.
+        ShapeError, ValueError, UnsupportedError: as `tilewise.decode`.
         RuntimeError: another rank has ended.
     """
-    check_tensor("q", q, ("batch", "seqlen_q", "heads_q", "head_dim"))
     check_flag("return_lse", return_lse)
-    place, step = place_of(mesh), check_count("interleave", interleave, 1)
-    batch, new = q.shape[:2]
-    if not isinstance(cache_seqlens, Tensor) or cache_seqlens.shape != (batch,):
-        raise ShapeError(
-            f"cache_seqlens must be a tensor (batch,) of the whole sequences' tokens, batch {batch}, got {cache_seqlens!r:.100}"
-        )
-    found = combine(causal, mask)
-    window = window_of(found)
-    if window is None:
-        raise UnsupportedError(
-            f"mask must be of one band on the bottom right diagonal, the same for all heads, got {found!r:.100}; use SlidingWindow"
-        )
-    position = cache_seqlens[:, None] - new + torch.arange(new, dtype=cache_seqlens.dtype, device=q.device)  # (batch, new)
-    last = torch.minimum(position + window.hi + 1, cache_seqlens[:, None]).clamp(min=0).flatten()
-    first = (position + window.lo).clamp(min=0).flatten()
-    ends, starts = (held(x, place.rank, place.world, step) for x in (last, first))
-    if new > 1:  # a sequence for each query, which sees as many of this rank's tokens as come before it
-        if page_table is not None:
-            page_table = page_table.repeat_interleave(new, 0)
-        else:
-            entries = torch.arange(batch, dtype=torch.int32, device=q.device) if cache_batch_idx is None else cache_batch_idx
-            cache_batch_idx = entries.repeat_interleave(new)
-        k_scale, v_scale = (x.repeat_interleave(new, 0) if x is not None and x.dim() == 2 else x for x in (k_scale, v_scale))
+    place, out = place_of(mesh), None
+    merges = place.world > 1 and place.group is not None
+    if merges and isinstance(q, Tensor) and q.dtype.itemsize == 2 and isinstance(v_cache, Tensor):
+        out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]), dtype=torch.float32)
     o, lse = decode_here(
-        q.reshape(batch * new, 1, *q.shape[2:]),
+        q,
         k_cache,
         v_cache,
-        cache_seqlens=ends,
-        leftpad=None if window.lo <= -FAR else torch.minimum(starts, ends),
+        cache_seqlens=cache_seqlens,
         page_table=page_table,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
         cache_batch_idx=cache_batch_idx,
-        causal=False,
+        leftpad=leftpad,
+        tree=tree,
+        split=split,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        interleaved=interleaved,
+        causal=causal,
+        mask=mask,
         scale=scale,
         softcap=softcap,
-        sink=sink if place.rank == 0 else None,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
         k_scale=k_scale,
         v_scale=v_scale,
+        out=out,
         backend=backend,
+        cp_rank=place.rank,
+        cp_world=place.world,
+        cp_interleave=check_count("interleave", interleave, 1),
         return_lse=True,
     )
-    o, lse = o.reshape(batch, new, *o.shape[2:]), lse.reshape(batch, new, -1).transpose(1, 2)
-    if place.world > 1 and place.group is not None:
-        wide = lse.dtype
-        mine = torch.cat((o.to(wide), lse.transpose(1, 2)[..., None]), dim=3).contiguous()
-        every = mine.new_empty((place.world, *mine.shape))
-        with told("a merge of partial results"):
-            dist.all_gather_into_tensor(every.view(-1, *mine.shape[1:]), mine, group=place.group)
-        merged, lse = merge(list(every[..., :-1]), list(every[..., -1].transpose(2, 3)))
-        o = merged.to(q.dtype)
+    if merges:
+        o, lse = _merged(o, lse, place.world, place.group)
+        o = o.to(q.dtype)
     return (o, lse) if return_lse else o
+
+
+def _merged(o: Tensor, lse: Tensor, world: int, group: Group) -> tuple[Tensor, Tensor]:
+    """What the parts of all ranks give. O and LSE cross together, the LSE's bits as so many more columns of O's dtype."""
+    columns = lse.transpose(-1, -2).contiguous()[..., None].view(o.dtype)
+    mine = torch.cat((o, columns), dim=-1)
+    every = mine.new_empty((world, *mine.shape))
+    with told("a merge of partial results"):
+        dist.all_gather_into_tensor(every.view(-1, *mine.shape[1:]), mine, group=group)
+    of_o, of_lse = every[..., : o.shape[-1]], every[..., o.shape[-1] :].contiguous().view(lse.dtype)[..., 0].transpose(-1, -2)
+    return merge(list(of_o), list(of_lse))

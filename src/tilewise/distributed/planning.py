@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.api import combine
 from tilewise.distributed import movement, reporting, solver
-from tilewise.distributed.axis import Axis, Ranges, Routes, merged
+from tilewise.distributed.axis import Axis, Ranges, Routes, cut, merged
 from tilewise.distributed.work import Work, overlap, survey
 from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.masks import Mask, Part, Unread
@@ -26,6 +26,7 @@ from tilewise.masks.arguments import check_count
 LAYOUTS = ("auto", "contiguous", "zigzag", "ulysses")
 TILES = {"cpu": 96, "cuda": 128}  # queries of a tile: backends/cpu's block of rows; Hopper's for masks by tiles
 CHUNKS = 16  # of a rank, about: fewer where there are many ranks
+KEYS = 128  # of which parts of the keys are multiples
 
 
 class Place(NamedTuple):
@@ -181,10 +182,18 @@ class Plan:
         """The mask of this rank's call: its group's queries and its heads, against all keys."""
         return self.mask_of(self.head_slices(self.heads[0])[self.place.rank], by_heads=True)
 
-    def mask_of(self, heads: slice, by_heads: bool) -> Mask:
-        """The mask of this rank's queries and these of all query heads; by_heads: the heads matter also where the mask is the same for all."""
+    def mask_of(self, heads: slice, by_heads: bool, keys: tuple[int, int] | None = None) -> Mask:
+        """The mask of this rank's queries and these of all query heads, and keys; by_heads: the heads matter also where the mask is the same for
+        all.
+        """
         named = heads.stop - heads.start < self.heads[0] and (by_heads or self.mask.extent[1] != 1)
-        return Part(self.mask, self.q.length, self.rows[self.group], (heads.start, heads.stop, self.heads[0]) if named else None)
+        return Part(
+            self.mask,
+            self.q.length,
+            self.rows[self.group],
+            (heads.start, heads.stop, self.heads[0]) if named else None,
+            keys and (*keys, self.k.length),
+        )
 
     @cached_property
     def needs(self) -> list[ndarray]:
@@ -237,11 +246,36 @@ class Plan:
         starts = [r % self.sharing * (heads // self.sharing) + stage * width for r in range(self.place.world)]
         return [slice(start, start + width) for start in starts]
 
-    def routes_of_keys(self, device: torch.device) -> Routes:
-        """Keys to the ranks whose queries see them, each to its own position."""
-        return self._routes(
-            "keys", device, lambda: Routes.of(self.k, [self.needs[r // self.sharing] for r in range(self.place.world)], self.place.rank)
-        )
+    def pieces(self, bytes_of_key: int, most_bytes: int | None, stages: int = 1) -> tuple[int, int]:
+        """(stages, parts): in how many parts of heads, and of keys, a rank computes, that keys and values of no more than `most_bytes` are there at a
+        time, at bytes_of_key of a token and head. Keys are parted only where those of one head at a time are too many. `stages` at least.
+        """
+        here = self.heads[1] // self.sharing
+        if most_bytes is None:
+            return stages, 1
+        for n in (n for n in range(stages, here + 1) if here % n == 0):
+            if here // n * bytes_of_key * self.k.length <= most_bytes:
+                return n, 1
+        tokens = max(most_bytes // bytes_of_key // KEYS * KEYS, KEYS)
+        return here, -(-self.k.length // tokens)
+
+    def key_parts(self, parts: int) -> list[tuple[int, int] | None]:
+        """So many ranges of keys, of whole tiles but for the last; [None] for all keys at once."""
+        if parts == 1:
+            return [None]
+        step = -(-self.k.length // parts // KEYS) * KEYS
+        return [(first, min(first + step, self.k.length)) for first in range(0, self.k.length, step)]
+
+    def routes_of_keys(self, device: torch.device, part: tuple[int, int] | None = None) -> Routes:
+        """Keys, or those of a part, to the ranks whose queries see them, each to its own position."""
+
+        def make() -> Routes:
+            needs = self.needs if part is None else [cut(each, *part) for each in self.needs]
+            wanted = [needs[r // self.sharing] for r in range(self.place.world)]
+            into = None if part is None else wanted[self.place.rank][:, 0] - part[0]
+            return Routes.of(self.k, wanted, self.place.rank, into)
+
+        return self._routes(f"keys {part}", device, make)
 
     def routes_of_queries(self, device: torch.device) -> Routes:
         """The queries of a group to all of its ranks, one behind another."""
@@ -276,9 +310,11 @@ class Plan:
             movement.agree(int(self.digest[:15], 16), self.place.group, device, repr(self))
             self.state["agreed"] = True
 
-    def report(self, itemsize: int = 2) -> reporting.Report:
-        """Who computes and fetches how much, what that should take, and a picture; print it, or read its fields. itemsize: bytes of an element."""
-        return reporting.report(self, itemsize)
+    def report(self, itemsize: int = 2, most_bytes: int | None = None, batch: int = 1) -> reporting.Report:
+        """Who computes and fetches how much, what that should take, and a picture; print it, or read its fields. itemsize: bytes of an element.
+        most_bytes: as of `attention`, for so many batch entries.
+        """
+        return reporting.report(self, itemsize, most_bytes, batch)
 
 
 def place_of(mesh: Any) -> Place:

@@ -31,6 +31,8 @@ class Report:
     all_gather: int  # keys that a rank would fetch in an all-gather
     seconds: tuple[float, float]
     picture: str
+    pieces: tuple[int, int]  # in how many parts of heads, and of keys, one after another
+    at_once: int  # bytes of keys and values of a piece, of the whole sequence's length or its part
 
     @property
     def imbalance(self) -> float:
@@ -48,6 +50,7 @@ class Report:
             f"{len(self.pairs)} ranks; largest share of the pairs {self.imbalance:.3f} of the mean; keys fetched {self.traffic:.2f} of an all-gather",
             f"predicted on H100s, forward and backward: {1e3 * self.seconds[0]:.3f} ms of kernels, {1e3 * self.seconds[1]:.3f} ms of exchanges",
             f"queries by rank: {self.picture}",
+            f"keys and values: {self.at_once / 2**20:.1f} MiB at a time, in {self.pieces[0]} parts of heads and {self.pieces[1]} of keys",
         ]
         for rank, (pairs, tokens, fetched, there, back) in enumerate(
             zip(self.pairs, self.tokens, self.fetched, self.forward_bytes, self.backward_bytes, strict=True)
@@ -57,7 +60,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report(plan: "Plan", itemsize: int) -> Report:
+def report(plan: "Plan", itemsize: int, most_bytes: int | None, batch: int) -> Report:
     world, sharing, (heads_q, heads_k) = plan.place.world, plan.sharing, plan.heads
     load = np.bincount(plan.owner, weights=plan.work.load, minlength=len(plan.rows)).astype(np.int64)
     pairs = tuple(int(load[r // sharing]) // sharing for r in range(world))
@@ -71,13 +74,18 @@ def report(plan: "Plan", itemsize: int) -> Report:
     for r, (holder, first, last, _) in enumerate(held):
         np.add.at(sent, holder[holder != r], (last - first)[holder != r])
     forward = tuple(n * key + 2 * m for n, m in zip(fetched, moved, strict=True))
-    backward = tuple((n + int(s)) * key + 2 * m for n, s, m in zip(fetched, sent, moved, strict=True))
+    wide = max(itemsize, 4) // itemsize if len(plan.rows) > 1 else 1  # gradients that are to be added cross in fp32
+    backward = tuple((n + int(s) * wide) * key + 2 * m for n, s, m in zip(fetched, sent, moved, strict=True))
     kernels = 3.5 * 4 * plan.head_dim * max(pairs) / FLOPS
     exchanges = max(map(sum, zip(forward, backward, strict=True))) / BYTES
     all_gather = plan.k.length - min(plan.k.count(r) for r in range(world))
-    return Report(
-        pairs, tuple(plan.q.count(r) for r in range(world)), fetched, forward, backward, all_gather, (kernels, exchanges), picture(plan)
-    )
+    of_key = 2 * plan.head_dim * itemsize * batch
+    stages, parts = plan.pieces(of_key, most_bytes)
+    widest = max((last - first for first, last in filter(None, plan.key_parts(parts))), default=plan.k.length)
+    at_once = heads_k // sharing // stages * of_key * widest
+    tokens = tuple(plan.q.count(r) for r in range(world))
+    seconds, pieces = (kernels, exchanges), (stages, parts)
+    return Report(pairs, tokens, fetched, forward, backward, all_gather, seconds, picture(plan), pieces, at_once)
 
 
 def picture(plan: "Plan") -> str:

@@ -1,4 +1,4 @@
-"""The rows, and heads, of a mask that one process of several computes."""
+"""The rows, and heads and keys, of a mask that one process of several computes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +17,18 @@ class Part(Mask):
     """`mask` of a call of `seqlen_q` queries, for those in `rows` alone, end to end, against all keys of that call.
 
     rows: half-open ranges (first, last) of queries, (n, 2), ascending and apart. heads: (first, last, all): query heads first .. last - 1 of so
-    many; None: all.
+    many; None: all. keys: (first, last, all) likewise, for a call on these keys alone, of which there are so many; first is a multiple of 8.
 
     Row by row the call has the bits of the whole one where each range begins at a multiple of the backend's tile of queries, and all but the last
     range are made of whole tiles. Dropout drops the pairs that it would drop in the whole call. `alibi_slopes` count by the call's own lengths, as
-    under any mask.
+    under any mask. With `keys` neither holds, and dropout is refused.
     """
 
     mask: Mask
     seqlen_q: int
     rows: Ranges
     heads: tuple[int, int, int] | None = None
+    keys: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):
@@ -40,8 +41,12 @@ class Part(Mask):
                 raise ShapeError(f"Part: rows must ascend, be apart and end at {self.seqlen_q} at most, got {(first, last)} after {end}")
             end = last
         batch, heads = self.mask.extent
+        if self.keys is not None:
+            object.__setattr__(self, "keys", _range("keys", self.keys))
+            if self.keys[0] % 8:
+                raise ValueError(f"Part: keys must begin at a multiple of 8, got {self.keys}")
         if self.heads is not None:
-            object.__setattr__(self, "heads", _heads(self.heads))
+            object.__setattr__(self, "heads", _range("heads", self.heads))
             first, last, every = self.heads
             if heads not in (1, every):
                 raise ShapeError(f"Part: the mask is made for heads {heads}, but heads={self.heads} are of {every}; they must agree")
@@ -56,7 +61,8 @@ class Part(Mask):
 
     def _write(self, tensors) -> str:
         heads = "" if self.heads is None else f",{self.heads}"
-        return f"Part({self.mask.text(tensors)},{self.seqlen_q},{[list(each) for each in self.rows]}{heads})".replace(" ", "")
+        keys = "" if self.keys is None else f",keys={self.keys}"
+        return f"Part({self.mask.text(tensors)},{self.seqlen_q},{[list(each) for each in self.rows]}{heads}{keys})".replace(" ", "")
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         whole = (0,), (seqlen_q,), (0,), (seqlen_k,)
@@ -74,11 +80,20 @@ class Part(Mask):
         if last - first != heads:
             raise ShapeError(f"Part: heads={self.heads} are {last - first}, the call has heads {heads}; they must agree")
         cut: dict[int, Bands | Bitmap] = {}  # by region, which many planes may share
-        planes = []
-        for plane in self.mask.planes(self.seqlen_q, seqlen_k, batch, every):
+        planes, every_key = [], seqlen_k
+        if self.keys is not None:
+            if seqlen_k != self.keys[1] - self.keys[0]:
+                raise ShapeError(
+                    f"Part: keys={self.keys} are {self.keys[1] - self.keys[0]}, the call has seqlen_k {seqlen_k}; they must agree"
+                )
+            every_key = self.keys[2]
+        for plane in self.mask.planes(self.seqlen_q, every_key, batch, every):
             begin, end = max(plane.heads.start, first), min(plane.heads.stop, last)
             if begin < end:
-                region = cut.setdefault(id(plane.region), rows_of(plane.region, self.rows))
+                if id(plane.region) not in cut:
+                    region = rows_of(plane.region, self.rows)
+                    cut[id(plane.region)] = region if self.keys is None else keys_of(region, *self.keys[:2])
+                region = cut[id(plane.region)]
                 planes.append(Plane(plane.batch, range(begin - first, end - first), region))
         return tuple(planes)
 
@@ -96,8 +111,18 @@ def rows_of(region: Bands | Bitmap, rows: tuple[tuple[int, int], ...]) -> Bands 
     return Bands(np.concatenate(tables), length, region.seqlen_k)
 
 
-def _heads(given: Any) -> tuple[int, int, int]:
+def keys_of(region: Bands | Bitmap, first: int, last: int) -> Bands | Bitmap:
+    """The pairs of these keys; first is a multiple of 8."""
+    if isinstance(region, Bitmap):
+        bits = region.bits[:, first // 8 : -(-last // 8)].copy()
+        if last % 8:
+            bits[:, -1] &= 0xFF << (8 - last % 8) & 0xFF
+        return Bitmap(bits, region.seqlen_q, last - first)
+    return region.crop(0, region.seqlen_q, first, last).shift(0, -first, region.seqlen_q, last - first)
+
+
+def _range(name: str, given: Any) -> tuple[int, int, int]:
     if not (isinstance(given, tuple | list) and len(given) == 3 and all(map(is_integer, given)) and 0 <= given[0] < given[1] <= given[2]):
-        raise ValueError(f"Part: heads must be (first, last, all) with 0 <= first < last <= all, or None, got {given!r:.100}")
+        raise ValueError(f"Part: {name} must be (first, last, all) with 0 <= first < last <= all, or None, got {given!r:.100}")
     first, last, every = map(int, given)
     return first, last, every

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import errors
 from tilewise.backends import Backend
 from tilewise.masks import Full
-from tilewise.problem import AppendCall, Call
+from tilewise.problem import AppendCall, Call, Share
 from tilewise.rotary import rotated
 from tilewise.runtime import cache_values as values
 from tilewise.runtime import graphs, op, plain
@@ -42,6 +42,13 @@ class Operands(NamedTuple):
     interleaved: bool
     check: bool
     skip: bool = False  # whether a token on a negative page is left out, where else it is an error
+    cp_rank: int = 0  # as `problem.Share`, whose tokens are written alone; a world of 1: all are
+    cp_world: int = 1
+    cp_interleave: int = 1
+
+    @property
+    def share(self) -> Share | None:
+        return None if self.cp_world == 1 else Share(self.cp_rank, self.cp_world, self.cp_interleave)
 
 
 def run(given: Operands) -> Tensor | None:
@@ -86,7 +93,8 @@ def _append(given: Operands) -> Tensor | None:
         first = lengths if given.rotary_first is None else given.rotary_first.to(torch.int64)
         turned_to = (first[owner] + place).where(_of_a_sequence(given, owner), 0)
         k = rotated(k, given.rotary_cos, given.rotary_sin, turned_to, interleaved=given.interleaved)
-    if check and given.cu_seqlens is None and not given.skip:
+    position = _in_cache(given, position)
+    if check and given.cu_seqlens is None and not given.skip and given.share is None:
         slots = _slots(given, owner, position)
     else:
         slots, k, v = _with_a_place(given, owner, position, k, v)
@@ -107,7 +115,8 @@ def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
 
 
 def _call(given: Operands) -> AppendCall:
-    return AppendCall(**{name: x for name, x in zip(Operands._fields, given, strict=True) if name not in ("check", "skip")})
+    of_call = Operands._fields[: Operands._fields.index("check")]
+    return AppendCall(**dict(zip(of_call, given, strict=False)), share=given.share)
 
 
 @cache
@@ -171,14 +180,17 @@ def _check(given: Operands) -> None:
         new = packed(given.cu_seqlens, given.k.shape[0])
         k, v = k[: sum(new)], v[: sum(new)]
     ends = [length + more for length, more in zip(lengths, new, strict=True)]
-    values.check_lengths(ends, given.k_cache, given.page_table, new)
+    values.check_lengths(ends, given.k_cache, given.page_table, new, given.share)
     if given.page_table is not None:
-        values.check_pages(given.page_table, ends, n_pages, page_size, lengths)
+        last, first = (each if given.share is None else list(map(given.share.held, each)) for each in (ends, lengths))
+        values.check_pages(given.page_table, last, n_pages, page_size, first)
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, n_pages)
     if given.check or values.always():
         owner, place = (x.flatten()[: sum(new)] for x in _tokens(given))
-        values.check_own_places(_slots(given, owner, given.cache_seqlens.to(torch.int64)[owner] + place), owner)
+        place = _in_cache(given, given.cache_seqlens.to(torch.int64)[owner] + place)
+        owner, place = owner[place >= 0], place[place >= 0]
+        values.check_own_places(_slots(given, owner, place), owner)
     if given.rotary_first is not None and (given.rotary_first < 0).any():
         raise errors.ShapeError(f"rotary_first must not be negative, got {given.rotary_first.tolist()}")
     if _one_memory(given) and v.data_ptr() != k.data_ptr():
@@ -218,6 +230,12 @@ def _tokens(given: Operands) -> tuple[Tensor, Tensor]:
         return torch.arange(batch, **on)[:, None].expand(batch, new), torch.arange(new, **on).expand(batch, new)
     owner = values.sequence_of(given.cu_seqlens, given.k.shape[0])
     return owner, torch.arange(given.k.shape[0], **on) - given.cu_seqlens.to(torch.int64)[owner]
+
+
+def _in_cache(given: Operands, position: Tensor) -> Tensor:
+    """Of tokens at these positions, which of the cache's keys of their sequence they are; -1 of those that other ranks hold."""
+    share = given.share
+    return position if share is None else share.held(position).where(share.holds(position) & (position >= 0), -1)
 
 
 def _of_a_sequence(given: Operands, owner: Tensor) -> Tensor:

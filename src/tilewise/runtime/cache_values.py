@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ShapeError
+from tilewise.problem import Share
 
 # What os.environ reads, where it is CPython's, in a twentieth of the time.
 _environment, (_CHECK, *_values) = os.environ, ("TILEWISE_CHECK", "", "0")
@@ -34,15 +35,21 @@ def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
     return k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
-def check_lengths(lengths: list[int], k_cache: Tensor, page_table: Tensor | None, new: list[int] | None = None) -> None:
-    """Refuse lengths, of which `new` tokens are about to be appended, that a sequence's cache does not hold."""
+def check_lengths(
+    lengths: list[int], k_cache: Tensor, page_table: Tensor | None, new: list[int] | None = None, share: Share | None = None
+) -> None:  # fmt: skip
+    """Refuse lengths, of which `new` tokens are about to be appended, that a sequence's cache does not hold, or its share of them."""
     capacity = capacity_of(k_cache, page_table)
     for b, length in enumerate(lengths):
         before = length - (0 if new is None else new[b])
         if before < 0:
             raise ShapeError(f"cache_seqlens[{b}] is {before}; a length must not be negative, and is 0 where a sequence has no tokens yet")
-        if length > capacity:
+        held = length if share is None else share.held(length)
+        if held > capacity:
             least = f"cache_seqlens[{b}] is {length}{' with the new tokens' if new is not None else ''}"
+            least += (
+                "" if share is None else f", of which rank {share.rank} of {share.world} holds {held} (cp_interleave {share.interleave})"
+            )
             pages = (
                 "" if page_table is None else f", for page_table has {page_table.shape[1]} pages of {k_cache.shape[1]} tokens a sequence"
             )

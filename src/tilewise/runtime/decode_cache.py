@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 
 from tilewise.backends import BoundDecode
 from tilewise.masks import Mask
-from tilewise.problem import DecodeTensors
+from tilewise.problem import DecodeTensors, Share
 from tilewise.runtime import append_operator, bound_call, cache_values, call_cache, operator
 from tilewise.runtime.decode_operator import Operands, backend_of, call_of, goes_whole
 
@@ -46,6 +46,7 @@ class Options(NamedTuple):
     backend: str | None
     return_lse: bool
     check: bool
+    share: Share | None
 
 
 class Known:

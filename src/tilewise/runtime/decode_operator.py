@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise import errors, masks
 from tilewise.backends import Backend
 from tilewise.backends.sequences import of_sequence, one_by_one
-from tilewise.problem import Call, DecodeCall, Rotary
+from tilewise.problem import Call, DecodeCall, Rotary, Share
 from tilewise.rotary import rotated
 from tilewise.runtime import append_operator, graphs, op, plain, vmaps
 from tilewise.runtime import cache_values as values
@@ -59,9 +59,17 @@ class Operands(NamedTuple):
     softcap: float
     backend: str | None
     check: bool
+    out_dtype: torch.dtype | None = None  # of O, where it is not q's
+    cp_rank: int = 0  # as `problem.Share`; a world of 1: the caches hold all tokens
+    cp_world: int = 1
+    cp_interleave: int = 1
+
+    @property
+    def share(self) -> Share | None:
+        return None if self.cp_world == 1 else Share(self.cp_rank, self.cp_world, self.cp_interleave)
 
 
-OTHERWISE = "mask", "scale", "shared_prefix", "split"  # in DecodeCall
+OTHERWISE = "mask", "scale", "shared_prefix", "split", "share"  # in DecodeCall
 AS_IN_CALL = tuple(name for name in Operands._fields if name in DecodeCall.__dataclass_fields__ and name not in OTHERWISE)
 
 
@@ -102,7 +110,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
     call = call_of(given, _check(given) if checked else None)
     backend = backend_of(call, given.backend)
     if call.seqlens.shape[0] == 0 or call.q.numel() == 0:
-        o, lse = _empty(call.q, call.v_cache)
+        o, lse = _empty(call.q, call.v_cache, given.out_dtype)
         return o.zero_(), lse.fill_(-torch.inf)
     covered = goes_whole(call)
     found = backend.decode(call) if covered else None
@@ -110,7 +118,7 @@ def _compute(given: Operands) -> tuple[Tensor, Tensor]:
         call = _rotated(call)
         found = backend.decode(call) if covered else None
     o, lse = found or one_by_one(lambda each: choose(each.problem, given.backend).forward(each), call)
-    return o.contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
+    return o.to(given.out_dtype or o.dtype).contiguous(), lse.contiguous()  # as the fake kernel says, whatever the backend finds natural
 
 
 def _vmap(operator: Callable, size: int, in_dims: tuple, operands: tuple):
@@ -129,7 +137,7 @@ operator, operator_reading = op.declare(
     "decode",
     Operands,
     _compute,
-    fake=lambda given: _empty(given.q, given.v_cache),
+    fake=lambda given: _empty(given.q, given.v_cache, given.out_dtype),
     results=2,
     tangent=partial(errors.check_no_tangent, reason=NO_GRADIENT),
     vmap=_vmap,
@@ -142,12 +150,12 @@ def _like(cache: Tensor, q: Tensor) -> Tensor:
     return cache if cache.dtype == q.dtype else cache.new_empty((1, 1, *cache.shape[2:]), dtype=q.dtype)
 
 
-def _empty(q: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def _empty(q: Tensor, v_cache: Tensor, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """O and LSE, unwritten."""
     *rows, heads_q, _ = q.shape
     shape = (heads_q, *rows) if len(rows) == 1 else (rows[0], heads_q, rows[1])
     statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*rows, heads_q, v_cache.shape[3])), q.new_empty(shape, dtype=statistics)
+    return q.new_empty((*rows, heads_q, v_cache.shape[3]), dtype=out_dtype or q.dtype), q.new_empty(shape, dtype=statistics)
 
 
 def _batch(given: Operands) -> int:
@@ -163,9 +171,10 @@ def _check(given: Operands, new: list[int] | None = None) -> int | None:
     lengths = lengths if given.cache_seqlens is None else given.cache_seqlens.tolist()
     if new is not None:
         lengths = [before + more for before, more in zip(lengths, new, strict=True)]
-    values.check_lengths(lengths, given.k_cache, given.page_table, new)
+    values.check_lengths(lengths, given.k_cache, given.page_table, new, given.share)
     if given.page_table is not None:
-        values.check_pages(given.page_table, lengths, *given.k_cache.shape[:2])
+        held = lengths if given.share is None else list(map(given.share.held, lengths))
+        values.check_pages(given.page_table, held, *given.k_cache.shape[:2])
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, given.k_cache.shape[0])
     if given.leftpad is not None:
@@ -193,20 +202,24 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
     q, device, rotary = given.q, given.q.device, None
     capacity = values.capacity_of(given.k_cache, given.page_table)
     if given.cache_seqlens is None:
-        length = capacity if given.length is None else min(max(given.length, 0), capacity)
+        length = capacity if given.length is None else max(given.length, 0)
+        length = min(length, capacity) if given.share is None else length
         seqlens = torch.full((_batch(given),), length, dtype=torch.int32, device=device)
     else:
         seqlens = given.cache_seqlens
     if given.rotary_cos is not None and given.rotary_sin is not None:
         rotary = Rotary(given.rotary_cos, given.rotary_sin, given.interleaved)
+    # With a split whether to read it once would hang on the batch.
+    shared_prefix = min(given.shared_prefix, capacity) if given.split is None and given.share is None else 0
     return DecodeCall(
         seqlens=seqlens,
         max_seqlen_q=q.shape[0 if given.cu_seqlens_q is not None else 1] if most_queries is None else most_queries,
-        shared_prefix=min(given.shared_prefix, capacity) if given.split is None else 0,  # for whether to read it once hangs on the batch
+        shared_prefix=shared_prefix,
         split=None if given.split is None else min(given.split, max(capacity, 1)),
         mask=masks.parse(given.mask, op.held(given)),
         scale=q.shape[-1] ** -0.5 if given.scale is None else given.scale,
         rotary=rotary,
+        share=given.share,
         **{name: getattr(given, name) for name in AS_IN_CALL},
     )
 

@@ -93,12 +93,17 @@ def _attend(call: Call, given: Operands | BackwardOperands) -> tuple[Tensor, ...
     return by_document.forward(call, given.backend) if given.by_document else choose(call.problem, given.backend).forward(call)
 
 
-def _backward(given: BackwardOperands) -> tuple[Tensor, ...]:
-    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input."""
+def _backward(given: BackwardOperands, wide_keys: bool = False) -> tuple[Tensor, ...]:
+    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input.
+
+    With `wide_keys` dK and dV may be fp32.
+    """
     o, lse, d_o, d_lse, bias_grad, q, k, v, *_ = given
     of_batch = (None, None) if given.by_document else (given.bias, given.alibi_slopes)
     saved.check(q, k, v, o, lse, d_o, d_lse, (*of_batch, given.sink, given.diagonal))
     call = call_of(given)
+    if wide_keys:
+        call = replace(call, wide_keys=True)
     if given.precision is not None:  # straight through: P, whose rows must add up to 1, and delta are those of the inputs' own dtype
         call = replace(call, precision=None)
         o, lse, *_ = _attend(call, given)
@@ -324,7 +329,19 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 def differentiate(
-    o: Tensor, lse: Tensor, d_o: Tensor, given: Operands, d_lse: Tensor | None = None, bias_grad: bool = False
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+    given: Operands,
+    d_lse: Tensor | None = None,
+    bias_grad: bool = False,
+    wide_keys: bool = False,
 ) -> tuple[Tensor, ...]:
-    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), by the shortest way that all who watch allow."""
-    return _by_shortest_way(BackwardOperands(o, lse, d_o, d_lse, bias_grad, *given))
+    """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), by the shortest way that all who watch allow.
+
+    With `wide_keys` dK and dV are fp32 where nobody watches and the backend can.
+    """
+    asked = BackwardOperands(o, lse, d_o, d_lse, bias_grad, *given)
+    if wide_keys and not torch.is_grad_enabled() and not needs_dispatch(op.named(asked).values()):
+        return _backward(asked, wide_keys=True)
+    return _by_shortest_way(asked)

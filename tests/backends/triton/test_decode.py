@@ -42,6 +42,32 @@ def test_cases(case):
     interpreted(problems.holds, case)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        (DecodeCase(lengths=(0, 1, 63, 300, 7), queries=2), 2, 16, 16),
+        (DecodeCase(lengths=(70, 1, 300, 9), queries=(3, 1, 0, 20), heads=(6, 2), mask=SlidingWindow(40, 0), **CHANGES), 3, 1, 0),
+        (DecodeCase(lengths=(70, 3, 0, 130), queries=7, tree=7, leftpad=(5, 0, 0, 20), heads=(2, 1), dtype=torch.float32), 3, 4, 5),
+        (DecodeCase(lengths=(1500, 20), split=100, entries=True, alibi=True), 2, 1, 0),
+        (DecodeCase(lengths=(70, 130), queries=3, dims=(96, 64)), 2, 2, 0, 16),
+        (DecodeCase(lengths=(70, 130, 2), queries=3), 4, 8, 16, 0, (E4M3, E4M3)),
+    ],
+    ids=str,
+)
+def test_shares_of_ranks(given):
+    interpreted(problems.holds_shares, *given)
+
+
+@pytest.mark.parametrize("lengths", [(70, 1), (1500,)])
+def test_what_is_to_be_merged_need_not_be_rounded(lengths):
+    interpreted(problems.rounds_wide_outputs, DecodeCase(lengths=lengths, queries=2, sink=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_keys_that_are_to_be_added_to_others(dtype):
+    interpreted(problems.rounds_wide_keys, dtype)
+
+
 def test_indices_in_int64():
     interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 1, 90, 9), queries=(3, 1, 0, 5), page=16))
     interpreted(problems.holds_with_int64, DecodeCase(lengths=(70, 3, 100, 0), leftpad=(5, 3, 20, 0), entries=True))

@@ -5,7 +5,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 
 NAME = "libtilewise_cpu.so"  # of the compiled kernel
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 OK, NO_MEMORY, BAD_ABI, BAD_ISA = range(4)
 FP32, BF16, FP16 = range(3)
 RUN_FORWARD, RUN_BACKWARD, RUN_DECODE = range(3)
@@ -65,7 +65,7 @@ class Args(ctypes.Structure):
         ("dv", TensorArg),
         ("bias", TensorArg),
         ("bias_dtype", c_int32),
-        ("pad0", c_int32),
+        ("wide", c_int32),
         ("dbias", TensorArg),
         ("alibi_slopes", c_void_p),
         ("alibi_batch", c_int64),

@@ -143,6 +143,9 @@ class Bound:
         self.tables = [*self.tables, *choose_backward(self.args, self.like)]
         inputs = self.like.q, self.like.k, self.like.v
         gradients = [self.gradient(x) for x in inputs]
+        if self.like.wide_keys:
+            self.args.wide = 1
+            gradients[1:] = [x.float() for x in gradients[1:]]
         for field, x in zip((self.args.dq, self.args.dk, self.args.dv), gradients, strict=True):
             field.batch, field.seq, field.head, _ = x.stride()
         self.new_gradients = tuple(map(_maker, gradients, inputs))
@@ -174,5 +177,5 @@ def _on_meta(x: Tensor) -> Tensor:
 def _maker(made: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
     """What makes a tensor that lies as `made` from one that lies as `like`; empty_like takes 1 us, new_empty_strided 2."""
     shape, strides = made.shape, made.stride()
-    same = like.shape == shape and like.stride() == strides  # so that it is dense
-    return torch.empty_like if same else lambda x: x.new_empty_strided(shape, strides)
+    same = like.shape == shape and like.stride() == strides and like.dtype == made.dtype  # so that it is dense
+    return torch.empty_like if same else lambda x: x.new_empty_strided(shape, strides, dtype=made.dtype)

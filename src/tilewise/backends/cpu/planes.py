@@ -18,6 +18,7 @@ from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.mask import Mask, Plane
 from tilewise.masks.tiles import Kind, lower
+from tilewise.problem import DecodeCall
 
 TILE_N = 96  # keys of a tile of a bitmap that is classified as a whole
 SLACK = 8  # bytes the kernel may read beyond the end of a row of bits
@@ -87,6 +88,22 @@ def planes_of_sequences(mask: Mask, queries: ndarray, keys: ndarray, keep: list)
         for n, plane in enumerate(planes):
             plane.bands, plane.n_bands = address + n * step, 1
         keep.append(table)
+    keep.append(planes)
+    return planes
+
+
+def planes_of_shares(call: DecodeCall, queries: ndarray, keep: list) -> ctypes.Array:
+    """One plane for each sequence of so many queries, whose keys are those of a share: what a query sees of a band is an interval of them, too."""
+    planes, share = (abi.PlaneArg * len(queries))(), call.share
+    assert share is not None
+    for n, (rows, length) in enumerate(zip(queries.tolist(), call.seqlens.tolist(), strict=True)):
+        table = call.mask.resolve(rows, length).table
+        band, place = expand(table[:, 1] - table[:, 0])
+        row = table[band, 0] + place
+        begin, end = np.maximum(table[band, 2], row + table[band, 4]), np.minimum(table[band, 3], row + table[band, 5] + 1)
+        open_ends = np.full_like(row, -INF), np.full_like(row, INF)
+        bands = np.stack([row, row + 1, share.held(begin), share.held(end), *open_ends], axis=1)
+        planes[n] = table_of(Bands.of(bands, rows, share.held(length), disjoint=True), keep)
     keep.append(planes)
     return planes
 

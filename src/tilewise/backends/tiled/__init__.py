@@ -95,7 +95,9 @@ class Tiled(Backend):
                 dv_part[:, :, columns] += tile_dv
         dq.mul_(call.scale)
         dk.mul_(call.scale)
-        return Gradients(*(x if x is None else x.to(like.dtype) for x, like in zip((dq, dk, dv, d_bias, d_sink), inputs, strict=True)))
+        found = zip(Gradients._fields, (dq, dk, dv, d_bias, d_sink), inputs, strict=True)
+        wide = ("k", "v") if call.wide_keys else ()
+        return Gradients(*(x if x is None or name in wide else x.to(like.dtype) for name, x, like in found))
 
 
 def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.bound import ALIGNED, on, wide
-from tilewise.backends.triton.decode import DTYPES, in_rows, strides, tables
+from tilewise.backends.triton.decode import DTYPES, in_rows, ranks, strides, tables
 from tilewise.backends.triton.kernels import append as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.targets import interpreted, of_device
@@ -59,7 +59,7 @@ class Appender:
             "PACKED": self.packed, "PAGED": call.page_table is not None, "ENTRIES": call.cache_batch_idx is not None,
             "FIRSTS": turns and call.rotary_first is not None, "ROTARY": "" if not turns else "interleaved" if call.interleaved else "half",
             "HEADS": at_once, "DIM": whole[0], "COLUMNS": dim if dim != whole[0] else 0, "V_DIM": whole[1],
-            "V_COLUMNS": dim_v if dim_v != whole[1] else 0, "EMULATED": interpreted(),
+            "V_COLUMNS": dim_v if dim_v != whole[1] else 0, "EMULATED": interpreted(), **ranks(call.share),
         }  # fmt: skip
         self.constants = tuple(constants.items())
         typed = {"lengths": call.cache_seqlens, "starts": call.cu_seqlens, "firsts": call.rotary_first, "pages": call.page_table,

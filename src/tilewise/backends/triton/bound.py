@@ -121,6 +121,7 @@ class Bound:
         self.flags, self.weight = _flags(call), configs.weight_of(call)
         typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
         self.dtypes = tuple((name, x.dtype) for name, x in typed.items() if x is not None)
+        self.dtypes += (("d_k", torch.float32), ("d_v", torch.float32)) if call.wide_keys else ()
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
         self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
         if call.diagonal is not None:
@@ -281,7 +282,9 @@ class Backward:
         d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
         o = o if o.stride(-1) == 1 else o.contiguous()
         check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
-        d_q, d_k, d_v = (torch.empty_like(gradient_like(x), device=x.device) for x in (q, k, v))
+        wide = torch.float32 if call.wide_keys else q.dtype
+        of_inputs = (q, q.dtype), (k, wide), (v, wide)
+        d_q, d_k, d_v = (torch.empty_like(gradient_like(x), dtype=dtype, device=x.device) for x, dtype in of_inputs)
         delta = torch.empty_like(lse)
         sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta, "sink": sink}
         pairs = bound.batch * bound.heads

@@ -16,7 +16,7 @@ from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
-from tilewise.problem import DecodeCall, DecodeTensors, in_fp32
+from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
@@ -94,7 +94,7 @@ class Decoder:
     def __init__(self, call: DecodeCall) -> None:
         self.shares, self.target, self.device = Shares(call), of_device(call.q.device), call.q.device
         self._launchers: dict[tuple[Callable, bool], Callable] = {}
-        self.dtype, self.dim_v = call.q.dtype, call.v_cache.shape[3]
+        self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
         self.shape = (*call.q.shape[:-1], self.dim_v)
         shares, window, page_size = self.shares, window_of(call.mask), call.k_cache.shape[1]
         assert window is not None  # or `why_not` had said so
@@ -110,9 +110,8 @@ class Decoder:
         cos, sin, _ = call.rotary or (None, None, None)
         typed = {"lengths": call.seqlens, "starts": call.cu_seqlens_q, "pages": call.page_table, "entry_of": call.cache_batch_idx,
                  "leftpad": call.leftpad, "cos": cos, "sin": sin}  # fmt: skip
-        self.dtypes = tuple({"q": self.dtype, "sink": torch.float32, "k_cache": self.stored[0], "v_cache": self.stored[1]}.items()) + tuple(
-            (name, x.dtype) for name, x in typed.items() if x is not None
-        )
+        stored = {"k_cache": self.stored[0], "v_cache": self.stored[1], "o": self.out_dtype, "q": self.dtype, "sink": torch.float32}
+        self.dtypes = tuple((stored | {name: x.dtype for name, x in typed.items() if x is not None}).items())
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
         shares, config = self.shares, self.shares.config
@@ -129,7 +128,7 @@ class Decoder:
             "ROTARY": "" if call.rotary is None else "interleaved" if call.rotary.interleaved else "half",
             "MODIFIED": any(changes.values()) or call.scale <= 0.0,  # as in the forward pass
             "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages,
-            "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes,
+            "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes, **ranks(call.share),
         }  # fmt: skip
         for names, dim in zip(PARTS, (call.q.shape[-1], self.dim_v), strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
@@ -143,7 +142,7 @@ class Decoder:
         """O and LSE, contiguous."""
         q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
         shares = self.shares
-        o = out if out is not None and out.is_contiguous() else torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        o = out if out is not None and out.is_contiguous() else torch.empty(self.shape, dtype=self.out_dtype, device=self.device)
         shape = (shares.heads, shares.seqlen_q) if shares.ragged else (shares.batch, shares.heads, shares.seqlen_q)
         lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         if lse.numel() == 0:
@@ -211,6 +210,11 @@ class Decoder:
 def strides(name: str, x: Tensor, *axes: str) -> dict[str, int]:
     """x's strides, but for the last, as kernels name them."""
     return {f"{name}_{axis}": step for axis, step in zip(axes, x.stride(), strict=False)}
+
+
+def ranks(share: Share | None) -> dict[str, int]:
+    """A share as kernels take it: a process has one rank."""
+    return dict(zip(("RANK", "WORLD", "RUN"), share or (0, 1, 1), strict=True))
 
 
 def tables(cos: Tensor, sin: Tensor) -> dict[str, object]:

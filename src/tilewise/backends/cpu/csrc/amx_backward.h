@@ -540,8 +540,9 @@ static void tile_backward_chunk(const TileBackward& plan, int64_t chunk, int64_t
         walk_tile_queries<T>(plan, scratch, h, turns, step, splits);
         for (int64_t block = 0; plan.local_dq && block < plan.row_blocks; block++) store_dq(plan, h, block, scratch.dq);
       }
-      store_cells<T>(any.out(a.dk, key, kv_head), a.dk.seq, keys.dk, n, a.head_dim, a.scale);
-      store_cells<T>(any.out(a.dv, key, kv_head), a.dv.seq, keys.dv, n, a.head_dim_v, 1.f);
+      const auto store = a.wide ? store_cells<TW_FP32> : store_cells<kDtype<T>>;
+      store(any.in_wide(a.dk, key, kv_head), a.dk.seq, keys.dk, n, a.head_dim, a.scale);
+      store(any.in_wide(a.dv, key, kv_head), a.dv.seq, keys.dv, n, a.head_dim_v, 1.f);
     }
   turns.publish(INT64_MAX);
   if (!splits) __atomic_store_n(plan.splits, 0, __ATOMIC_RELAXED);

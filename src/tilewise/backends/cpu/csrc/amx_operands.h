@@ -198,9 +198,8 @@ static void store_column(char* out, int64_t stride, const float* column, int64_t
 }
 
 // From columns of C whose cells are rows, times a factor.
-template <int T>
+template <int DT>
 static void store_cells(char* out, int64_t stride, const Cells& in, int64_t rows, int64_t dim, float factor) {
-  constexpr int DT = kDtype<T>;
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < dim; c += 16)
       store_first<DT>(element(out, r * stride + c, DT), load(floats(in, r, c / 16)) * splat(factor), dim - c);

@@ -218,8 +218,9 @@ static void backward_chunk(const BackwardPlan& plan, int64_t chunk, int64_t grou
         store_rows(h.out(a.dq, 0, h.head), a.dq.seq, scratch.dq, dim, a.seqlen_q, a.head_dim, &one, 0, a.dtype);
       }
       if (in_place) continue;
-      store_rows(any.out(a.dk, key, kv_head), a.dk.seq, scratch.dk, dim, n, a.head_dim, &a.scale, 0, a.dtype);
-      store_rows(any.out(a.dv, key, kv_head), a.dv.seq, scratch.dv, dim_v, n, a.head_dim_v, &one, 0, a.dtype);
+      const int dtype = a.wide ? TW_FP32 : a.dtype;
+      store_rows(any.in_wide(a.dk, key, kv_head), a.dk.seq, scratch.dk, dim, n, a.head_dim, &a.scale, 0, dtype);
+      store_rows(any.in_wide(a.dv, key, kv_head), a.dv.seq, scratch.dv, dim_v, n, a.head_dim_v, &one, 0, dtype);
     }
   turns.publish(INT64_MAX);
 }

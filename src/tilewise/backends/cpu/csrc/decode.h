@@ -153,7 +153,7 @@ static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64
   const tw_args& a = plan.parts.args;
   const float factor = l == 0.f ? 0.f : 1.f / l;
   const int64_t place = queries_of(a, h.batch).first + row, statistics = a.cu_seqlens_q ? h.head * a.seqlen_q + place : h.statistics(row);
-  store_rows(h.out(a.o, place, h.head), 0, o, round_up(a.head_dim_v, kPad), 1, a.head_dim_v, &factor, 0, a.dtype);
+  store_rows(h.in_wide(a.o, place, h.head), 0, o, round_up(a.head_dim_v, kPad), 1, a.head_dim_v, &factor, 0, a.wide ? TW_FP32 : a.dtype);
   if (a.lse) a.lse[statistics] = l == 0.f ? -kInf : m + log_of(splat(l))[0];
   if (a.row_max) a.row_max[statistics] = largest_of_splits(plan, h.batch, at);
 }

@@ -189,8 +189,8 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
   }
   if (!any_seen) {
     for (int64_t j = 0; j < keys; j++) {
-      memset(any.out(a.dk, key + j, kv_head), 0, (size_t)(a.head_dim * element_bytes(DT)));
-      memset(any.out(a.dv, key + j, kv_head), 0, (size_t)(a.head_dim_v * element_bytes(DT)));
+      memset(any.in_wide(a.dk, key + j, kv_head), 0, (size_t)(a.head_dim * element_bytes(a.wide ? TW_FP32 : DT)));
+      memset(any.in_wide(a.dv, key + j, kv_head), 0, (size_t)(a.head_dim_v * element_bytes(a.wide ? TW_FP32 : DT)));
     }
     return;
   }
@@ -209,8 +209,9 @@ static void grad_few_keys(const FewPlan& plan, const FewScratch& s, int64_t batc
     grad_few<DT, kDecodeRows>(n, plan, s, row, keys, k, v, hides, odd, dq);
     row += n;
   }
-  write_keys<DT>(any.out(a.dk, key, kv_head), a.dk.seq, keys, s.ds, s.q, plan.rows, a.head_dim, a.scale, odd_q, s.seen);
-  write_keys<DT>(any.out(a.dv, key, kv_head), a.dv.seq, keys, s.p, s.d_o, plan.rows, a.head_dim_v, 1.f, odd_d_o, s.seen);
+  const auto write = a.wide ? write_keys<TW_FP32> : write_keys<DT>;
+  write(any.in_wide(a.dk, key, kv_head), a.dk.seq, keys, s.ds, s.q, plan.rows, a.head_dim, a.scale, odd_q, s.seen);
+  write(any.in_wide(a.dv, key, kv_head), a.dv.seq, keys, s.p, s.d_o, plan.rows, a.head_dim_v, 1.f, odd_d_o, s.seen);
 }
 
 // dQ of a head, from its splits in order.

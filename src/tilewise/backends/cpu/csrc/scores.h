@@ -18,6 +18,9 @@ struct Head {
   const char* k(int64_t row) const { return element(args.k.data, at(args.k, row, kv_head), args.dtype); }
   const char* v(int64_t row) const { return element(args.v.data, at(args.v, row, kv_head), args.dtype); }
   char* out(const tw_tensor& t, int64_t row, int64_t which) const { return element((void*)t.data, at(t, row, which), args.dtype); }
+  char* in_wide(const tw_tensor& t, int64_t row, int64_t which) const {
+    return element((void*)t.data, at(t, row, which), args.wide ? TW_FP32 : args.dtype);
+  }
   int64_t statistics(int64_t row) const { return (batch * args.heads_q + head) * args.seqlen_q + row; }
   float slope() const { return args.alibi_slopes[batch * args.alibi_batch + head]; }
   int64_t diagonal(int64_t row) const { return args.diagonal ? args.diagonal[row] : args.seqlen_k - args.seqlen_q; }

@@ -5,7 +5,7 @@
 #pragma once
 #include <stdint.h>
 
-#define TW_ABI_VERSION 8
+#define TW_ABI_VERSION 9
 
 #if defined(_WIN32)
 #define TW_EXPORT __declspec(dllexport)
@@ -58,7 +58,8 @@ typedef struct {
   tw_tensor dq, dk, dv;
 
   tw_tensor bias;  // batch, seq = query, head strides, 0 where broadcast; data null: none
-  int32_t bias_dtype, pad0;
+  int32_t bias_dtype;
+  int32_t wide;     // whether dk and dv, and o of decode, are fp32, not of dtype
   tw_tensor dbias;  // fp32, zeroed by the caller, strides as the bias's; data null: not wanted
 
   const float* alibi_slopes;

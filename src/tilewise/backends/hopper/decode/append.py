@@ -82,6 +82,10 @@ def slot_of(
     size, capacity = Int64(new.K_cache.shape[1]), Int64(new.K_cache.shape[1])
     if const_expr(config.pages is not None):
         capacity *= places.pages.shape[1]
+    if const_expr(config.share):  # of a rank's own tokens their places in its cache
+        rank, world, run = (Int64(x) for x in (places.share.rank, places.share.world, places.share.interleave))
+        there = there and position >= 0 and position // run % world == rank
+        position = position // (run * world) * run + position % run
     fits, entry, row = there and position >= 0 and position < capacity, Int64(b), position
     if const_expr(config.pages is not None):
         entry, row = Int64(-1), position % size

@@ -31,6 +31,7 @@ class Appending:
     rotary: torch.dtype | None = None
     first: torch.dtype | None = None
     interleaved: bool = False
+    share: bool = False
 
 
 def bound(call: AppendCall) -> "Appender | None":
@@ -75,6 +76,7 @@ def config_of(call: AppendCall) -> Appending:
         rotary=dtype(call.rotary_cos),
         first=dtype(call.rotary_first) if call.rotary_cos is not None else None,
         interleaved=call.interleaved and call.rotary_cos is not None,
+        share=call.share is not None,
     )
 
 
@@ -96,7 +98,7 @@ class Appender:
     def __init__(self, call: AppendCall, kernel: Callable) -> None:
         """kernel(New, Places, Turn or None) writes a call, packed tokens as one entry's."""
         self.kernel, self.device = kernel, call.k.device.index
-        self.in_eight_bits, self.packed = call.k.itemsize == 1, call.cu_seqlens is not None
+        self.in_eight_bits, self.packed, self.share = call.k.itemsize == 1, call.cu_seqlens is not None, call.share
         ends, empty = ((call.cache_seqlens.shape[0],), (1,), torch.int32), short.allocator(call.k.device)
         self.ends = short.by_stream(self.device, lambda stream: empty(*ends))
 
@@ -111,18 +113,18 @@ class Appender:
             of_k, of_v, k, v = (x.view(torch.int8) for x in (of_k, of_v, k, v))
         if self.packed:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
-        places = seqlens, pages, entries, cu_seqlens if self.packed else None, self.ends()
+        places = seqlens, pages, entries, cu_seqlens if self.packed else None, self.ends(), self.share
         turn = None if cos is None else (cos, sin, first)
         try:
             self.kernel((of_k, of_v, k, v), places, turn)
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             if not (jit.in_place(of_k) and jit.in_place(of_v)):
                 return None  # they are written in place, so a copy will not do
-            places = Places(*(x if x is None else x.contiguous() for x in places))
+            places = Places(*(x.contiguous() if isinstance(x, Tensor) else x for x in places))
             turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
             self.kernel(New(*map(jit.aligned, (of_k, of_v, k, v))), places, turn)
         torch.autograd.graph.increment_version(caches)
-        return places[-1]
+        return places[4]
 
 
 def _key(call: AppendCall) -> tuple:
@@ -131,4 +133,4 @@ def _key(call: AppendCall) -> tuple:
     others = call.cache_seqlens, call.page_table, call.cache_batch_idx, call.cu_seqlens, cos, call.rotary_sin, call.rotary_first
     dtypes = tuple(None if x is None else x.dtype for x in (k, v, call.k_cache, call.v_cache, *others))
     empty = 0 in call.k_cache.shape or 0 in k.shape or 0 in v.shape or (cos is not None and 0 in cos.shape)
-    return dtypes, k.device, k.shape[-1], v.shape[-1], call.cache_seqlens.shape, empty, call.interleaved
+    return dtypes, k.device, k.shape[-1], v.shape[-1], call.cache_seqlens.shape, empty, call.interleaved, call.share

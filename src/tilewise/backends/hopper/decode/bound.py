@@ -39,7 +39,7 @@ class Decoder:
         its own slopes and sink in the scores.
         """
         self.kernel, self.workspace = kernel, workspace
-        self.window, self.scores = window, scores._replace(slopes=None, sink=None)
+        self.window, self.share, self.scores = window, call.share, scores._replace(slopes=None, sink=None)
         self.device = call.q.device.index
         self.empty = short.allocator(call.q.device)
         self.ragged = call.cu_seqlens_q is not None
@@ -82,7 +82,7 @@ class Decoder:
         tables = None if cos is None else (cos, sin)
         of_q, of_o, of_lse = (x.unsqueeze(0) for x in (q, o, lse)) if self.ragged else (q, o, lse)
         tensors = of_q, k, v, of_o, of_lse, tables, k_scale, v_scale
-        lengths = seqlens, pages, cu_seqlens_q, entries, leftpad, tree, all_seqlens, all_cu_seqlens_q
+        lengths = seqlens, pages, cu_seqlens_q, entries, leftpad, tree, all_seqlens, all_cu_seqlens_q, self.share
         if self.by_call:
             slopes, sink = (None if x is None else x.float().contiguous() for x in (slopes, sink))
             scores = scores._replace(slopes=slopes, sink=sink)
@@ -109,7 +109,7 @@ class Decoder:
         except ValueError:  # where one is not laid out as the kernel wants it: its function looks, before it launches anything
             q, k, v, o, lse, tables, *scales = tensors
             prior = prior and prior._replace(early=0)
-            lengths = Lengths(*(x if x is None else x.contiguous() for x in lengths))
+            lengths = Lengths(*(x.contiguous() if isinstance(x, Tensor) else x for x in lengths))
             tables = tables and Tables(*(x.contiguous() for x in tables))
             if not in_place(o):
                 o = torch.empty(o.shape, dtype=o.dtype, device=o.device)

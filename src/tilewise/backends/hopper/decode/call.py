@@ -134,7 +134,7 @@ def _key(call: DecodeCall) -> tuple:
     sizes = q.shape, k.shape[2:], v.shape[3], call.max_seqlen_q, 0 in k.shape
     paged = 0 if call.page_table is None else k.shape[1]
     counts = (k.shape[1], None if call.page_table is None else call.page_table.shape[1]) if call.split or call.shared_prefix else ()
-    options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap
+    options = call.split, call.shared_prefix, call.mask, call.scale, call.softcap, call.share, call.out_dtype
     rotary = call.rotary and (
         call.rotary.cos.shape[1],
         call.rotary.cos.shape[0] > 0,
@@ -171,13 +171,14 @@ def config_of(call: DecodeCall, **tuning) -> Config:
         call.v_cache.shape[3],
         page_size,
         few=few_keys(call),
-        **rows_of(call) | tuning,
+        **{"out": call.out_dtype} | rows_of(call) | tuning,
         softcap=call.softcap > 0.0,
         alibi=call.alibi_slopes is not None,
         sinks=call.sink is not None,
         ragged=call.cu_seqlens_q is not None,
         entries=call.cache_batch_idx is not None,
         leftpad=call.leftpad is not None,
+        share=call.share is not None,
         common=call.kind if isinstance(call, prefix.Common) else "",
         tree=call.tree is not None,
         split=call.split is not None,

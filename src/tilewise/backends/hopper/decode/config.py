@@ -60,6 +60,7 @@ class Config(ScoreChanges):
     tree: bool = False
     common: str = ""  # the keys are a prefix of all sequences, which have as many queries each ("even"), or "packed" ones
     onto: bool = False  # results join those of a prefix that all sequences have, from an earlier launch
+    share: bool = False  # the caches hold those tokens that are one rank's
     out: torch.dtype | None = None  # of O, where it is not dtype
     split: bool = False  # pieces of a fixed size
     cached: tuple[torch.dtype, torch.dtype] | None = None  # of K and V, where they have 8 bits

@@ -64,6 +64,7 @@ def rows_of(call: DecodeCall) -> dict:
         average = total // max(batch, 1) if ragged else rows
         if found.get("overlap") and call.split is None and average < LONG and TILES[dims] < OVERLAPPED_TILE:
             found["tile_n"] = TILES[dims]
-    if rows > TILE_M * found.get("consumers", 1) and (window.lo > -FAR or window.hi < FAR):
+    closed = window.lo > -FAR or window.hi < FAR
+    if rows > TILE_M * found.get("consumers", 1) and closed and call.share is None:  # whose keys do not end a whole tile later
         found["rising"] = True
     return found

@@ -431,7 +431,7 @@ def change(acc_S: cute.Tensor, tile: Tile, shared: Shared, n0: Int32, config: Co
         acc_S.store(acc_S.load() * tile.k_scale)
     if const_expr(config.modified):
         keys = rows.keys_of(tile.sequence, tile.unit, shared.shape, config)
-        rows.modify(acc_S, n0, keys, tile.slopes, shared.changes, config)
+        rows.modify(acc_S, n0, keys, tile.slopes, shared.changes, shared.shape.turns, config)
 
 
 @cute.jit

@@ -233,7 +233,7 @@ def step_left(tile: Left, shared: Shared, state: pipeline.PipelineState, n0: Int
     warpgroup.wait_group(0)
     if const_expr(config.modified):
         of_sequence, unit, _ = kept_of(tile.kept, tile.b, shape, config)
-        rows.modify(acc_S, n0, rows.keys_of(of_sequence, unit, shape, config), tile.slopes, changes, config)
+        rows.modify(acc_S, n0, rows.keys_of(of_sequence, unit, shape, config), tile.slopes, changes, shape.turns, config)
     if n0 < free_begin or n0 + config.tile_n > free_last:
         hide(acc_S, n0, tile, shape, config)
     rescale = scores.online_softmax(acc_S, tile.state, changes, False, config)

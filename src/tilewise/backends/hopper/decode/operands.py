@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper.operands import LikeL, LikeQ
 from tilewise.backends.hopper.stand_ins import Floats, Ints, Of, When
+from tilewise.problem import Share
 
 
 def _stored(config) -> torch.dtype:
@@ -66,6 +67,7 @@ class Lengths(NamedTuple):
     # In a prefix's launch, whose keys are the longest one's of those with queries:
     all_seqlens: Annotated[Tensor | None, When("common"), Of(_everyone, _index("all_seqlens"))] = None
     all_cu_seqlens_q: Annotated[Tensor | None, When("common", ("packed",)), Of("all_cu_seqlens", _index("all_cu_seqlens_q"))] = None
+    share: Annotated[Share | None, When("share")] = None  # the tokens that are in the caches; lengths and leftpad are of whole sequences
 
 
 class Prior(NamedTuple):
@@ -112,6 +114,7 @@ class Places(NamedTuple):
     entries: Annotated[Tensor | None, Of("batch", "entries")]
     cu_seqlens: Annotated[Tensor | None, Of("cu_seqlens", "cu_seqlens")]
     ends: Annotated[Tensor, Ints("batch")]  # written: the lengths behind them
+    share: Annotated[Share | None, When("share")] = None  # the tokens that have a place
 
 
 class Turn(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.decode import loads, rotation
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Tensors
-from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape
+from tilewise.backends.hopper.decode.scheduler import Piece, Sequence, Shape, Turns, held, position_of
 from tilewise.backends.hopper.operands import Scores
 from tilewise.backends.hopper.scores import logits as scores
 from tilewise.backends.hopper.visible.hiding import keep
@@ -88,6 +88,8 @@ def keys_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Conf
         keys.position[r] = position
         keys.begin[r] = max(sequence.left, position + shape.window.lo)
         keys.end[r] = min(sequence.length, position + shape.window.hi + 1)
+        if const_expr(config.share):
+            keys.begin[r], keys.end[r] = held(keys.begin[r], shape.turns), held(keys.end[r], shape.turns)
     return keys
 
 
@@ -102,6 +104,8 @@ def free_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Conf
     end = min(sequence.length, first + shape.window.hi + 1)
     if const_expr(config.tree):
         end = min(end, sequence.length - shape.lengths.tree.shape[2])
+    if const_expr(config.share):
+        begin, end = held(begin, shape.turns), held(end, shape.turns)
     return begin, end
 
 
@@ -116,13 +120,18 @@ def slopes_of(changes: Scores, b: Int32, unit: Unit, config: Constexpr[Config]) 
 
 
 @cute.jit
-def modify(acc_S: cute.Tensor, n0: Int32, keys: Keys, slopes: cute.Tensor | None, changes: Scores, config: Constexpr[Config]):
+def modify(
+    acc_S: cute.Tensor, n0: Int32, keys: Keys, slopes: cute.Tensor | None, changes: Scores, turns: Turns | None, config: Constexpr[Config]
+):  # fmt: skip
     """Softcap and ALiBi."""
     S, first = fragments.by_rows(acc_S), n0 + arch.lane_idx() % QUAD * 2
     for r in range_constexpr(fragments.ROWS):
         place, slope = (keys.position[r] - first).to(Float32), slopes[r] if const_expr(config.alibi) else None
         for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = scores.logit(S[r, c], Float32(0.0), place - float(fragments.column(c)), changes, slope, config)
+            distance = place - float(fragments.column(c))
+            if const_expr(config.share and config.alibi):
+                distance = (keys.position[r] - position_of(first + fragments.column(c), turns)).to(Float32)
+            S[r, c] = scores.logit(S[r, c], Float32(0.0), distance, changes, slope, config)
 
 
 @cute.jit
@@ -133,11 +142,13 @@ def hide(acc_S: cute.Tensor, n0: Int32, b: Int32, sequence: Sequence, unit: Unit
     for r in range_constexpr(fragments.ROWS):
         keep(S, r, keys.begin[r] - first, keys.end[r] - first, -Float32.inf)
     if const_expr(config.tree):
-        hide_in_tree(acc_S, keys, n0, b, sequence.length, shape.lengths.tree)
+        hide_in_tree(acc_S, keys, n0, b, sequence.length, shape.lengths.tree, shape.turns, config)
 
 
 @cute.jit
-def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor):
+def hide_in_tree(
+    acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: Int32, tree: cute.Tensor, turns: Turns | None, config: Constexpr[Config]
+):  # fmt: skip
     """-inf for the newest keys that a row's token does not see in the tree. One that is older than the tree has no place in it."""
     S, new = fragments.by_rows(acc_S), tree.shape[2]
     # Copies, or else addresses are computed ahead of the loop over tiles, and stay in registers that there are not.
@@ -147,6 +158,8 @@ def hide_in_tree(acc_S: cute.Tensor, keys: Keys, n0: Int32, b: Int32, length: In
         token = keys.position[r] - (length - new)
         for c in range_constexpr(cute.size(S, mode=[1])):
             key = first + fragments.column(c)
+            if const_expr(config.share):
+                key = position_of(n0 + arch.lane_idx() % QUAD * 2 + fragments.column(c), turns) - (length - new)
             if key >= 0 and key < new:
                 shown = cutlass.Uint8(1)
                 if token >= 0 and token < new:

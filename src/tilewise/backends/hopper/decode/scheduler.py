@@ -23,9 +23,20 @@ from typing import NamedTuple
 from tilewise.backends.hopper.decode.config import Config
 from tilewise.backends.hopper.decode.operands import Lengths, Prior, Tensors, Work
 from tilewise.backends.tables.window import Window
+from tilewise.problem import Share
 from tilewise.sm90.dsl import Boolean, Constexpr, Int32, Int64, Uint32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP, FAR = 32, 2**31 - 1
+FARTHEST = (1 << 30) - 1  # position; with what a window adds it still has 32 bits
+
+
+class Turns(NamedTuple):
+    """In which caches hold the tokens of a sequence, where others hold the rest: `problem.Share`."""
+
+    run: object  # divisor: tokens in a row
+    all: object  # divisor: tokens of a turn of all ranks
+    first: Int32  # of these, that the caches hold
+    most: Int32  # tokens that the caches have room for
 
 
 class Shape(NamedTuple):
@@ -52,18 +63,20 @@ class Shape(NamedTuple):
     window: Window
     lengths: Lengths
     prefix: object  # Int32: keys that are another launch's business; None: none
+    turns: Turns | None  # None: the caches hold all tokens
 
 
 def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, prior: Prior | None, config) -> Shape:
     """In a launch function."""
     mQ, mK = tensors.Q, tensors.K
     (_, page_size, heads_k, _), group = mK.shape, mQ.shape[2] // mK.shape[2]
+    capacity = page_size * lengths.pages.shape[1] if config.box else page_size
     return Shape(
         batch=lengths.seqlens.shape[0],
         queries=work.queries if config.ragged else mQ.shape[1],
         total=mQ.shape[1],
         by_blocks=cute.fast_divmod_create_divisor_v2(work.blocks),
-        capacity=page_size * lengths.pages.shape[1] if config.box else page_size,
+        capacity=capacity,
         heads_k=heads_k,
         heads=heads_k if config.latent else heads_k // work.columns,
         columns=work.columns,
@@ -80,18 +93,38 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         window=window,
         lengths=lengths,
         prefix=prior.tokens if config.onto else None,
+        turns=turns_of(lengths.share, capacity) if config.share else None,
     )
 
 
+def turns_of(share: Share, capacity: Int32) -> Turns:
+    run, world = share.interleave, share.world
+    return Turns(*map(cute.fast_divmod_create_divisor_v2, (run, run * world)), share.rank * run, capacity)
+
+
+@cute.jit
+def held(tokens: Int32, turns: Turns) -> Int32:
+    """How many of a sequence's first tokens are in the caches."""
+    turn, rest = divmod(max(tokens, 0), turns.all)
+    return min(turn * turns.run.divisor + clamped(rest - turns.first, 0, turns.run.divisor), turns.most)
+
+
+@cute.jit
+def position_of(key: Int32, turns: Turns) -> Int32:
+    """In its sequence, of a key of the caches."""
+    turn, rest = divmod(key, turns.run)
+    return turn * turns.all.divisor + turns.first + rest
+
+
 class Sequence(NamedTuple):
-    """What a sequence gives to do."""
+    """What a sequence gives to do. Lengths are of whole sequences, and tokens positions there; keys are counted as the caches have them."""
 
     first_query: Int32  # in its entry of Q
     queries: Int32
     length: Int32
     begin: Int32  # keys [begin, end) that any of its rows may see
     end: Int32
-    left: Int32  # the first key that any query may see
+    left: Int32  # the first token that any query may see
     first: Int32  # tile of keys
     tiles: Int32  # at least 1, so that a unit is some block's
     row_tiles: Int32  # of the block's column
@@ -170,7 +203,7 @@ def owner_of(shape: Shape, config: Constexpr[Config]) -> Int32:
 @cute.jit
 def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     lengths, window = shape.lengths, shape.window
-    length = min(max(number(lengths.seqlens, b), 0), shape.capacity)
+    length = min(max(number(lengths.seqlens, b), 0), FARTHEST if const_expr(config.share) else shape.capacity)
     first_query, queries, left = Int32(0), shape.queries, Int32(0)
     if const_expr(config.ragged):
         first_query = min(max(number(lengths.cu_seqlens_q, b), 0), shape.total)
@@ -185,6 +218,8 @@ def sequence_of(b: Int32, shape: Shape, config: Constexpr[Config]) -> Sequence:
     begin = max(left, length - queries + window.lo)
     end = max(min(length, length + window.hi), 0)
     begin = min(begin, end)
+    if const_expr(config.share):
+        begin, end = held(begin, shape.turns), held(end, shape.turns)
     first = begin // config.tile_n
     tiles = max(cute.ceil_div(end, config.tile_n) - first, 1)
     row_tiles = units_of(queries, shape)

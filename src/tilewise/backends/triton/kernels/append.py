@@ -6,6 +6,7 @@ import triton.language as tl
 from tilewise.backends.triton.kernels.documents import document_of
 from tilewise.backends.triton.kernels.products import gather, narrow, scatter
 from tilewise.backends.triton.kernels.rotation import turned
+from tilewise.backends.triton.kernels.shares import held
 
 FAR = tl.constexpr(2**31 - 1)
 LENGTHS = tl.constexpr(128)  # that are written at a time
@@ -30,6 +31,7 @@ def append(
     batch, new, heads, blocks, steps, capacity, page_size, entries,
     PACKED: tl.constexpr, PAGED: tl.constexpr, ENTRIES: tl.constexpr, FIRSTS: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Grid: tokens * blocks of HEADS heads. new: tokens of each sequence, 0 with PACKED; COLUMNS: as of `load_rows`."""
     token, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -46,6 +48,9 @@ def append(
         v += b.to(tl.int64) * v_batch
     length = tl.load(lengths + b).to(tl.int64)
     position = length + place
+    if WORLD > 1:  # of a rank's own tokens their places in its cache
+        there = there & (position >= 0) & (position // RUN % WORLD == RANK)
+        position = held(tl.where(there, position, 0), RANK, WORLD, RUN)
     fits = there & (position >= 0) & (position < capacity)
     if PAGED:
         column = tl.where(fits, position // page_size, 0)

@@ -11,6 +11,7 @@ from tilewise.backends.triton.kernels.documents import document_of
 from tilewise.backends.triton.kernels.products import dot, gather, narrow, scatter, widened
 from tilewise.backends.triton.kernels.rotation import turned
 from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, joined, modify, online, settled
+from tilewise.backends.triton.kernels.shares import FARTHEST, held, place_of
 
 FEWER = tl.constexpr(128.0)  # keys of a tile; one more than it is exact in 16 bits
 
@@ -68,7 +69,7 @@ def _visit(
     CAREFUL: tl.constexpr, PAGES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     TREE: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
-    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys from `first` on, of which some row sees low <= key < high."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -91,10 +92,10 @@ def _visit(
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if ALIBI:
-                x -= slope[:, None] * distance(position[:, None], keys[None, :], 0)
+                x -= slope[:, None] * distance(position[:, None], place_of(keys, RANK, WORLD, RUN)[None, :], 0)
         sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         if TREE:
-            row, column = position - oldest, keys - oldest
+            row, column = position - oldest, place_of(keys, RANK, WORLD, RUN) - oldest
             known = sees & (row >= 0)[:, None] & (column >= 0)[None, :]
             sees = sees & (tl.load(tree + row[:, None] * new + column[None, :], mask=known, other=1) != 0)
         p, fading, total, top = online(tl.where(sees, x, float("-inf")), scale, top, total, MODIFIED)
@@ -146,11 +147,13 @@ def decode(
     ROTARY: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
     V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """O (tokens, heads, head_dim_v) and LSE, or with SPLIT these of one of `splits` parts of the keys, in fp32. Grid: tiles * splits * heads_k.
 
     tiles: m_tiles * batch; RAGGED m_tiles, of all sequences and of the rows behind the last, which make one more that has no keys.
     low, high: a query at position p sees keys p + low to p + high. piece: keys of a part, with FIXED, or of one at least.
+    RANK, WORLD, RUN: as `shares.held`; lengths and what a row sees are positions until they are made keys of the cache.
     """
     h_k, rest = tl.program_id(0) % heads_k, tl.program_id(0) // heads_k
     split, tile = rest % splits, rest // splits
@@ -166,12 +169,15 @@ def decode(
     rows = m * TILE_M + tl.arange(0, TILE_M)
     token, h = rows // GROUP, h_k * GROUP + rows % GROUP
     exists = (token < queries) & (rows >= 0)
-    length = _clamped(tl.load(lengths + b, mask=b < batch, other=0), capacity)
+    most = FARTHEST if WORLD > 1 else capacity
+    length = _clamped(tl.load(lengths + b, mask=b < batch, other=0), most)
     position = length - queries + token
 
     begin, end = tl.maximum(position + low, 0), tl.minimum(position + high + 1, length)
     if LEFTPAD:
-        begin = tl.maximum(begin, _clamped(tl.load(leftpad + b, mask=b < batch, other=0), capacity))
+        begin = tl.maximum(begin, _clamped(tl.load(leftpad + b, mask=b < batch, other=0), most))
+    if WORLD > 1:
+        begin, end = held(begin, RANK, WORLD, RUN), tl.minimum(held(tl.maximum(end, 0), RANK, WORLD, RUN), capacity)
     shown = exists & (begin < end)
     begin, end = tl.where(shown, begin, 0), tl.where(shown, end, 0)
     last = tl.max(end, 0)
@@ -222,7 +228,8 @@ def decode(
         none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page, v_cache_row, pages,
         page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row, first_tile, count, n_low, n_high,
         begin, end, position, tree, new, oldest, scale, softcap, slope, False, PAGES, K_BITS, V_BITS, K_SCALE, V_SCALE, TREE, MODIFIED,
-        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
+        RANK, WORLD, RUN, STAGES,
     )  # fmt: skip
     if SEVERAL:  # noqa: SIM102
         if _not_finite(acc) + _not_finite(acc_b) > 0:  # NaN among the values of a key must reach only those rows that see it
@@ -231,7 +238,7 @@ def decode(
                 v_cache_row, pages, page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row,
                 first_tile, count, n_low, n_high, begin, end, position, tree, new, oldest, scale, softcap, slope, True, PAGES, K_BITS, V_BITS,
                 K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
-                1,
+                RANK, WORLD, RUN, 1,
             )  # fmt: skip
     if not MODIFIED:
         top = top * LN2
