@@ -3,17 +3,21 @@
 A table NAME stands between `<!-- worklog:begin NAME -->` and `<!-- worklog:end NAME -->`, so that no number in it is typed by hand.
 """
 
+import json
 import re
 from collections.abc import Callable
 from heapq import heapreplace
 from pathlib import Path
 
+import torch
 from worklog_figures import RESULTS, SHAPE, ladder, length, score_memory, splits
 
 from tilewise.bench.store import load
 from tilewise.bench.tables.ladder import at_place
-from tilewise.machine.roofline import Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
-from tilewise.machine.sheets import A100, H100, KB
+from tilewise.ladder import RUNGS, VARIANTS, Rung
+from tilewise.ladder.rung import HEAD_DIMS
+from tilewise.machine.roofline import STATISTIC_BYTES, Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
+from tilewise.machine.sheets import A100, H100, KB, MACHINES
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
 
@@ -178,6 +182,42 @@ def versions_table() -> str:
     return table(("", "FlashAttention-1", "FlashAttention-2"), rows)
 
 
+def explore_data() -> str:
+    """What docs/javascripts/explore.js chooses from: GPUs by their data sheets, and the tiles of the rungs from k2 on, which needs the DSL."""
+    dtypes = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+    machines = {
+        name: {
+            **{field: getattr(machine, field) for field in SHEET},
+            "peak": {key: machine.peak[dtype] for key, dtype in dtypes.items() if dtype in machine.peak},
+        }
+        for name, machine in MACHINES.items()
+    }
+    rungs = {rung.name: of_rung(rung) for rung in (*RUNGS.values(), *VARIANTS.values()) if rung.name != "k1"}
+    return f'\n<script type="application/json" id="explore-data">{json.dumps({"machines": machines, "rungs": rungs})}</script>\n\n'
+
+
+SHEET = ("name", "sms", "exp_peak", "hbm_bandwidth", "smem_bytes", "smem_block_bytes", "registers", "threads")
+
+
+def of_rung(rung: Rung) -> dict:
+    held, threads = rung.code.Smem._fields, rung.code.THREADS
+    configs = {head_dim: rung.code.configure(head_dim, False, **rung.choice) for head_dim in HEAD_DIMS}
+    return {
+        "dtype": "e4m3" if rung.in_eight_bits else "bf16",
+        "scores_bytes": STATISTIC_BYTES if "S" in held else 0,
+        "kv_shared": "KV" in held,
+        "tiles": {
+            head_dim: {
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "stages": getattr(config, "kv_stages", 1),
+                "threads": getattr(config, "consumers", 1) * threads,
+            }
+            for head_dim, config in configs.items()
+        },
+    }
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "score-memory": score_memory_table,
     "units": units_table,
@@ -189,6 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tile-sizes": tile_sizes_table,
     "causal-gain": causal_gain_table,
     "versions": versions_table,
+    "explore-data": explore_data,
 }
 
 

@@ -1,21 +1,16 @@
 """The site: mkdocs.yml names every page and no other, pages of docs/start say what the code has, `mkdocs build --strict` passes, and fits a phone."""
 
-import functools
 import importlib
 import json
 import os
-import queue
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from browser import found_by, needs_chromium
 
 from tilewise import masks
 from tilewise.cli import grammar
@@ -24,7 +19,6 @@ from tilewise.runtime import dispatch
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PHONE = 400  # pixels
 
 
@@ -133,37 +127,11 @@ measure();
 SCROLLS = ".md-typeset__scrollwrap, pre, .arithmatex"  # boxes in which what is too wide scrolls
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH; on Debian: apt-get install chromium")
+@needs_chromium
 def test_no_page_is_wider_than_a_phone(built, tmp_path):
     pages = sorted(f"/{path.relative_to(built).as_posix()}" for path in built.rglob("index.html"))
     text = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE)).replace("SCROLLS", json.dumps(SCROLLS))
     (built / "probe.html").write_text(text, encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Site, directory=str(built)))
-    server.found = queue.Queue()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}")
-    offline = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-    address = f"http://127.0.0.1:{server.server_port}/probe.html"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    browser = subprocess.Popen([CHROMIUM, *flags, offline, "--remote-debugging-port=0", address], **quiet, start_new_session=True)
-    try:
-        found = server.found.get(timeout=120)
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)  # with the processes that it started
-        browser.wait()
-        server.shutdown()
-        server.server_close()
+    found = found_by(built, "probe.html", tmp_path / "profile")
     assert found.keys() == set(pages)
     assert not {page: said for page, said in found.items() if said[0] > said[1]}
-
-
-class Site(SimpleHTTPRequestHandler):
-    """The built site, and where the page says what it found."""
-
-    def do_POST(self) -> None:
-        self.server.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
