@@ -62,12 +62,10 @@ def byline(report: "Report") -> str:
     """Name, version, day, machine, command, how long it took, and whether that was all of it."""
     where = dict(report.machine)
     machine = [where.get("device"), f"{threads} threads" if (threads := where.get("threads")) else None]
-    parts = (
-        f"tilewise {where.get('tilewise', '')}".strip(),
-        where.get("date", "")[:10],
-        *machine,
-        f"{report.command}: {report.seconds:.0f} s",
-    )
+    training = report.training
+    name, took = f"tilewise {where.get('tilewise', '')}".strip(), f"{report.command}: {report.seconds:.0f} s"
+    early = f"ended early at {training.steps} of {training.config.steps} steps" if training.ended_early else None
+    parts = (name, where.get("date", "")[:10], *machine, took, early)
     return ", ".join(filter(None, parts))
 
 
