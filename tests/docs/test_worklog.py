@@ -179,3 +179,11 @@ def _same(shown, computed) -> bool:
     if isinstance(computed, list):
         return len(shown) == len(computed) and all(map(_same, shown, computed))
     return math.isclose(shown, computed, rel_tol=1e-5)
+
+
+@pytest.mark.slow
+def test_other_draws_have_factors_in_the_range_that_k8s_page_gives(tables):
+    lengths, seeds = (512, 1024, 2048, 4096, 8192), (1, 2, 3)
+    factors = [k7 / k8 for k7, k8 in (tables.eight_bit_errors(keys, seed=seed) for keys in lengths for seed in seeds)]
+    least, most = re.search(r"With three other draws factors are ([\d.]+) to ([\d.]+)\.", TEXTS["k8.md"]).groups()
+    assert (f"{min(factors):.1f}", f"{max(factors):.1f}") == (least, most)
