@@ -169,3 +169,43 @@ def test_a_disagreement_is_found():
     assert not disagreements({"a": ladder.format(624), "b": ladder.format(630), "c": other.format(740)})
     assert [cell.impl for cell in disagreements({"a": ladder.format(624), "b": ladder.format(650), "c": other.format(736)})] == ["k5"]
     assert [cell.impl for cell in disagreements({"a": ladder.format(624), "c": other.format(770)})] == ["fa4"]
+
+
+SHEET = {989.0, 66.9, 1979.0}  # TFLOP/s of an H100's data sheet
+GENERATED = re.compile(
+    r"```.*?```|<!-- (\w+):\S+ -->.*?<!-- (?:/\1|\1:end).*?-->|<script.*?</script>|!\[.*?\]\(.*?\)|^\|.*?$", re.DOTALL | re.MULTILINE
+)
+
+
+def rates_in_prose(text: str) -> list[str]:
+    """Numbers before "TFLOP/s", outside of code, generated tables with their captions, and pictures."""
+    return re.findall(r"(\d[\d,]*(?:\.\d+)?) TFLOP/s", GENERATED.sub("", text))
+
+
+def rates_known(text: str, cells_of_all: set[float]) -> set[float]:
+    """Of any table, of the data sheet, of lab/rows, and what the page's own blocks assert."""
+    blocks = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    asserted = {float(number.replace(",", "")) for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", blocks)}
+    facts = (ROOT / "lab/rows/fp8-facts-h100.jsonl").read_text(encoding="utf-8")
+    measured = {float(round(float(number))) for number in re.findall(r'"tflops": ([\d.]+)', facts)}
+    return cells_of_all | asserted | measured | SHEET
+
+
+def test_rates_in_the_worklogs_prose_are_of_rows():
+    every = {value for path in PAGES for cell, value in cells(path.read_text(encoding="utf-8")) if cell.unit == "TFLOP/s"}
+    every |= {float(round(value)) for value in every}
+    count = 0
+    for page in sorted((ROOT / "docs/worklog").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        said = rates_in_prose(text)
+        count += len(said)
+        assert not [rate for rate in said if float(rate.replace(",", "")) not in rates_known(text, every)], page.name
+    assert count > 20
+
+
+def test_a_stale_rate_is_seen():
+    table = "<!-- table:k6 -->\n5 TFLOP/s\n<!-- /table -->\n"
+    text = f"It has 669 TFLOP/s, once 1,234 TFLOP/s.\n| a | 1 TFLOP/s |\n```python\nassert x == 669\n```\n{table}"
+    assert rates_in_prose(text) == ["669", "1,234"]
+    known = rates_known(text, set())
+    assert 669.0 in known and 1234.0 not in known
