@@ -13,7 +13,7 @@ import tilewise
 from tilewise.bench.provenance import provenance
 from tilewise.demo import data, pictures, share
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
-from tilewise.demo.numbers import ended_early, megabytes, milliseconds, verdict, what_was_trained
+from tilewise.demo.numbers import byline, ended_early, megabytes, milliseconds, verdict, what_was_trained
 from tilewise.demo.page import Report, render
 from tilewise.demo.place import CPU, Place, place_of
 from tilewise.demo.sweep import Sweep, sweep
@@ -90,7 +90,8 @@ def run(options: Options, console: Console) -> bool:
     if early := ended_early(training):
         console.print(f"{early}\n", style="bold yellow", highlight=False, markup=False)
     console.print(verdict(training), style="bold green" if training.same else "bold red")
-    console.print(f"Report: {options.out.resolve()}, in {report.seconds:.0f} s", highlight=False, soft_wrap=True)
+    console.print(f"Report: {options.out.resolve()}", highlight=False, soft_wrap=True)
+    console.print(byline(report), style="dim", highlight=False, markup=False, soft_wrap=True)
     console.print(f"Picture to share: {options.picture.resolve()}", highlight=False, soft_wrap=True)
     return training.same
 
