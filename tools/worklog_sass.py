@@ -34,8 +34,9 @@ def code(name: str) -> tuple[tuple[int, str], ...]:
     """What ptxas makes of a rung at head_dim 128 without a mask."""
     rung = (RUNGS | VARIANTS)[name]
     with tempfile.TemporaryDirectory() as folder:
+        config = rung.code.configure(128, False, **rung.choice)
         options = f"--keep-ptx --keep-cubin --dump-dir {folder}"
-        built = jit.build(rung.code.launch, rung.arguments(), rung.code.configure(128, False, **rung.choice), options)
+        built = jit.build(rung.code.launch, rung.arguments(), config, options)
         text = kernel_facts.disassembled(built.__cubin__, Path(folder))
     return tuple((int(address, 16), instruction) for address, instruction in INSTRUCTION.findall(text))
 

@@ -11,6 +11,8 @@ import torch
 from browser import found_by, needs_chromium
 from worklog_pages import FOLDER, ROOT, TEXTS
 
+from tilewise import bench
+from tilewise.cli import ladder as command
 from tilewise.ladder.tracing import WORDS
 from tilewise.machine.roofline import Shape, Tile, estimate
 from tilewise.machine.sheets import MACHINES
@@ -197,6 +199,17 @@ def test_a_trace_is_played(found):
         and title.endswith(" us")
     )
     assert 500 < found["played"] <= 1000
+
+
+def test_answers_of_the_exercises_are_there(capsys):
+    """Each command prints what was measured, of all that it names, on a machine without a GPU."""
+    commands = re.findall(r"^((?:[A-Z]+=\S+ )*)python -m tilewise\.ladder --measured (.+)$", TEXTS["explore.md"], re.MULTILINE)
+    assert len(commands) == 5
+    for environment, names in commands:
+        arguments = names.split()
+        assert command.main(["--measured", *arguments], dict(each.split("=") for each in environment.split())) == 0
+        out = capsys.readouterr().out
+        assert all(contender.name in out for contender in bench.find(",".join(arguments))), names
 
 
 def test_the_page_names_every_trace():
