@@ -2,7 +2,7 @@
 "use strict";
 
 (() => {
-  const MANY = 8;  // rows
+  const MANY = 8, LONG = 16;  // rows: to sort and filter, and to scroll
 
   /* What a cell sorts by: its leading number (1,024; 8k; 0.76 fa4), or null. */
   function number(text) {
@@ -53,6 +53,7 @@
       heading.append(button);
     }
     table.dataset.many = "";
+    if (table.tBodies[0].rows.length >= LONG) table.dataset.long = "";
     filter(table, "", count);
   }
 
