@@ -3,19 +3,28 @@
 A table NAME stands between `<!-- worklog:begin NAME -->` and `<!-- worklog:end NAME -->`, so that no number in it is typed by hand.
 """
 
+import json
 import re
 from collections.abc import Callable
+from functools import cache
 from heapq import heapreplace
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from worklog_figures import RESULTS, SHAPE, ladder, length, score_memory, splits
 
 from tilewise.bench.store import load
 from tilewise.bench.tables.ladder import at_place
-from tilewise.machine.roofline import Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
-from tilewise.machine.sheets import A100, H100, KB
+from tilewise.ladder import RUNGS, VARIANTS, Rung
+from tilewise.ladder.operands import KEYS, Operands, incoherent, per_tensor
+from tilewise.ladder.rung import HEAD_DIMS
+from tilewise.machine.roofline import STATISTIC_BYTES, Launch, Shape, Tile, fa1_blocks, fa2_blocks, flops, hbm_bytes
+from tilewise.machine.sheets import A100, H100, KB, MACHINES
 from tilewise.masks import Causal
 from tilewise.masks.tiles import lower
+from tilewise.sm90.key_order import ORDER
+from tilewise.testing import eight_bits
 
 PAGES = Path(__file__).parents[1] / "docs" / "worklog"
 
@@ -178,6 +187,110 @@ def versions_table() -> str:
     return table(("", "FlashAttention-1", "FlashAttention-2"), rows)
 
 
+def explore_data() -> str:
+    """What docs/javascripts/explore.js chooses from: GPUs by their data sheets, and the tiles of the rungs from k2 on, which needs the DSL."""
+    dtypes = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+    machines = {
+        name: {
+            **{field: getattr(machine, field) for field in SHEET},
+            "peak": {key: machine.peak[dtype] for key, dtype in dtypes.items() if dtype in machine.peak},
+        }
+        for name, machine in MACHINES.items()
+    }
+    rungs = {rung.name: of_rung(rung) for rung in (*RUNGS.values(), *VARIANTS.values()) if rung.name != "k1"}
+    return f'\n<script type="application/json" id="explore-data">{json.dumps({"machines": machines, "rungs": rungs})}</script>\n\n'
+
+
+SHEET = ("name", "sms", "exp_peak", "hbm_bandwidth", "smem_bytes", "smem_block_bytes", "registers", "threads")
+
+
+def of_rung(rung: Rung) -> dict:
+    held, threads = rung.code.Smem._fields, rung.code.THREADS
+    configs = {head_dim: rung.code.configure(head_dim, False, **rung.choice) for head_dim in HEAD_DIMS}
+    return {
+        "dtype": "e4m3" if rung.in_eight_bits else "bf16",
+        "scores_bytes": STATISTIC_BYTES if "S" in held else 0,
+        "kv_shared": "KV" in held,
+        "tiles": {
+            head_dim: {
+                "tile_m": config.tile_m,
+                "tile_n": config.tile_n,
+                "stages": getattr(config, "kv_stages", 1),
+                "threads": getattr(config, "consumers", 1) * threads,
+            }
+            for head_dim, config in configs.items()
+        },
+    }
+
+
+FORWARD_ROWS, STEP_LENGTHS = Path(__file__).parents[1] / "lab/rows/hopper-h200.jsonl", (512, 1024, 2048, 8192)
+STEPS = (  # what a step adds, the run, whether under a causal mask, and the names of the two that ran in turns
+    ("blocks stay", 1, False, "a block a tile", "blocks stay and draw (after the last load)"),
+    ("blocks stay", 1, True, "a block a tile", "stay and draw, head by head"),
+    ("longest first, within sections of heads", 1, True, "stay and draw, head by head", "stay and draw, sections of 32 MB, longest first"),
+    ("a fixed order in place of the queue", 3, False, "pairs that draw", "pairs, fixed step"),
+    ("clusters: pairs of blocks, multicast", 1, False, "blocks stay, fixed step", "pairs stay, fixed step"),
+    ("clusters: pairs of blocks, multicast", 3, True, "turns", "turns, pairs"),
+    ("a second stage of Q", 4, False, "pairs, fixed step", "pairs, fixed step, q_stages 2"),
+    ("a second stage of Q", 4, True, "turns", "turns, q_stages 2"),
+)
+
+
+def production_table() -> str:
+    """What each step from K6 to the production kernel gained when it was taken: TFLOP/s before and after, in one process."""
+    rows = [json.loads(line) for line in FORWARD_ROWS.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if row["what"] == "forward" and row["head_dim"] == row["head_dim_v"] == 128]
+    lines = []
+    for step, run, causal, before, after in STEPS:
+        found = {row["seqlen"]: row["paper_tflops"] for row in rows if (row["run"], row["causal"]) == (run, causal)}
+        cells = [gain(found[n][before], found[n][after]) if n in found else "no row" for n in STEP_LENGTHS]
+        lines.append((step, "causal" if causal else "full", *cells, run))
+    return table(("step", "mask", *(length(n) if n >= 1024 else n for n in STEP_LENGTHS), "run"), lines)
+
+
+def gain(before: float, after: float) -> str:
+    return f"{before} → {after} ({after / before - 1:+.0%})"
+
+
+def eight_bits_factor_table() -> str:
+    """How much larger K7's error of O is than K8's, by length: RMS, on FlashAttention-3's inputs with outliers, products in fp64."""
+    rows = []
+    for keys in (512, 1024, 2048, 4096, 8192):
+        k7, k8 = eight_bit_errors(keys)
+        rows.append((length(keys) if keys >= 1024 else keys, f"{k7:.1e}", f"{k8:.1e}", f"{k7 / k8:.1f}"))
+    return table(("keys", "error, k7", "error, k8", "factor"), rows)
+
+
+@cache
+def eight_bit_errors(keys: int, heads: int = 4, rows: int = 256, head_dim: int = 128, seed: int = 0) -> tuple[float, float]:
+    """RMS errors of O under K7's and K8's operands, of `rows` rows a head; what is rounded is the whole of Q, K and V."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn() -> Tensor:
+        plain, wide = torch.randn(2, heads, keys, head_dim, generator=generator, dtype=torch.float32)
+        return plain + 10 * wide * (torch.rand(wide.shape, generator=generator, dtype=torch.float32) < 1e-3)
+
+    q, k, v = drawn(), drawn(), drawn()
+    at, scale = torch.arange(0, keys, keys // rows), head_dim**-0.5
+    exact = (scale * q[:, at].double() @ k.double().mT).softmax(2) @ v.double()
+    k7, k8 = (float((in_eight_bits(recipe, q, k, v, at, scale) - exact).square().mean().sqrt()) for recipe in (per_tensor, incoherent))
+    return k7, k8
+
+
+def in_eight_bits(recipe: Callable[..., Operands], q: Tensor, k: Tensor, v: Tensor, at: Tensor, scale: float) -> Tensor:
+    """O (heads, rows, head_dim) of the rows `at` in fp64, from what the kernel is given; P rounded relative to the row's maximum."""
+    (q8, k8, v8), others = recipe(q, k, v, scale)
+    s = q8[:, at].double() @ k8.double().mT
+    if recipe is per_tensor:
+        s, scale_v, centre = s * others[0], others[1], 0.0
+    else:
+        rows, keys, channels = others
+        s, scale_v, centre = s * rows[:, 0, at, None] * keys.repeat_interleave(KEYS, 1)[:, None], channels[:, :1], channels[:, 1:]
+    p = torch.exp2(s - s.amax(2, keepdim=True))
+    back = torch.tensor([16 * group + key for group in range(k.shape[1] // 16) for key in ORDER]).argsort()
+    return eight_bits.rounded(p, 1 / 256) @ v8.double().mT[:, back] * scale_v / p.sum(2, keepdim=True) + centre
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "score-memory": score_memory_table,
     "units": units_table,
@@ -189,6 +302,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tile-sizes": tile_sizes_table,
     "causal-gain": causal_gain_table,
     "versions": versions_table,
+    "explore-data": explore_data,
+    "production": production_table,
+    "eight-bits-factor": eight_bits_factor_table,
 }
 
 

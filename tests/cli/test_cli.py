@@ -42,7 +42,7 @@ def test_every_example_parses(line):
 
 def test_defaults_of_the_demo_are_those_of_the_job():
     given = vars(grammar.parser().parse_args(["demo", "--device", "cpu"]))
-    whole = job.options(**{name: given[name] for name in ("device", *vars(job.options())) if name != "place"})
+    whole = job.options(**{name: given[name] for name in ("device", *vars(job.options())) if name not in ("place", "line")})
     assert whole == job.options(torch.device("cpu"))
 
 
@@ -164,6 +164,10 @@ def test_demo_writes_its_page_and_says_what_ran(tmp_path, monkeypatch, capsys):
     text = page.read_text(encoding="utf-8")
     assert f"backend: {backend}" in out and f"backend: {backend}" in text
     assert text.startswith("<!doctype html>") and text.count("<svg") == 9 + len(pictures.MASKS)
+    assert "<pre>tilewise demo --steps 2 --batch 1 --context 64 --seqlens 64,128</pre>" in text
+    picture = page.with_name("report-picture.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and f"Picture to share: {picture}" in out
+    assert "Ended early" not in text and "What it writes" in text
 
 
 def test_demo_and_doctor_say_what_a_backend_says_of_itself(monkeypatch, capsys):

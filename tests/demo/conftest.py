@@ -24,10 +24,11 @@ def training(steps: int = 12, off_by: float = 1e-7, peak_bytes: int | None = 123
             seconds=[0.2] * steps,
             held_out=2.5,
             peak_bytes=peak_bytes,
+            written="is continued",
         ),
-        Curve(name="SDPA", losses=losses, seconds=[0.21] * steps, held_out=2.5, peak_bytes=peak_bytes),
+        Curve(name="SDPA", losses=losses, seconds=[0.21] * steps, held_out=2.5, peak_bytes=peak_bytes, written="is continued"),
     )
-    return Training(model=GPTConfig(), config=TrainConfig(steps=steps), parameters=1_500_000, curves=curves)
+    return Training(model=GPTConfig(), config=TrainConfig(steps=steps), parameters=1_500_000, curves=curves, prompt="A <prompt> ")
 
 
 def sweep(seqlens: tuple[int, ...] = (512, 1024, 2048), peak_bytes: int | None = 20_000_000) -> Sweep:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tilewise.demo import job, place
-from tilewise.demo.page import render, verdict
+from tilewise.demo.numbers import verdict
+from tilewise.demo.page import render
 
 
 def test_what_is_given_counts_and_the_rest_is_by_device():

@@ -2,7 +2,7 @@
 
 import torch
 
-from tilewise.demo.model import GPTConfig, build, rotary_angles, rotate, sdpa_attention, tilewise_attention
+from tilewise.demo.model import GPTConfig, as_text, build, rotary_angles, rotate, sdpa_attention, tilewise_attention, write
 
 SMALL = GPTConfig(layers=2, context=48)
 
@@ -46,3 +46,12 @@ def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance_alone():
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm().expand(48))
     scores = rotated @ rotated.T
     torch.testing.assert_close(scores[10, 4], scores[40, 34], rtol=1e-4, atol=1e-4)
+
+
+def test_text_is_written_after_a_prompt_longer_than_the_context_too():
+    """The same seed writes the same; only the last `context` bytes are seen; bytes that are no text have a mark in their place."""
+    model, prompt = build(SMALL, tilewise_attention, 0), torch.randint(256, (100,), generator=torch.Generator().manual_seed(1))
+    text = write(model, prompt, 20)
+    assert text == write(model, prompt[-SMALL.context :], 20) == write(build(SMALL, sdpa_attention, 0), prompt, 20)
+    assert text != write(model, prompt, 20, seed=1) and write(model, prompt, 0) == ""
+    assert as_text(torch.tensor([65, 0, 10, 0xFF, 0xC3, 0xA4])) == "A\N{REPLACEMENT CHARACTER}\n\N{REPLACEMENT CHARACTER}\u00e4"

@@ -83,3 +83,10 @@ def test_rate_warms_up_and_comes_down():
     rates = [config.rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) > 0.95
     assert rates.index(max(rates)) in (9, 10) and rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_models_write_after_held_out_text_and_less_where_there_was_no_time():
+    whole = train({"tilewise": tilewise_attention, "SDPA": sdpa_attention}, SMALL, CONFIG)
+    assert len(whole.prompt.encode()) >= 60 and whole.curves[0].written == whole.curves[1].written and not whole.ended_early
+    cut = train({"tilewise": tilewise_attention}, SMALL, CONFIG, deadline=-math.inf)
+    assert cut.ended_early and cut.steps == 2 and 0 < len(cut.curves[0].written) <= 40 < len(whole.curves[0].written)

@@ -1,21 +1,17 @@
 """The site: mkdocs.yml names every page and no other, pages of docs/start say what the code has, `mkdocs build --strict` passes, and fits a phone."""
 
-import functools
 import importlib
 import json
 import os
-import queue
 import re
-import shutil
-import signal
+import struct
 import subprocess
 import sys
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from browser import found_by, needs_chromium
 
 from tilewise import masks
 from tilewise.cli import grammar
@@ -24,8 +20,8 @@ from tilewise.runtime import dispatch
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PHONE = 400  # pixels
+PHONE, HIGHEST = 400, 20_000  # pixels
+ADDRESS = "https://example.org/docs/"
 
 
 def start(name: str) -> str:
@@ -87,11 +83,11 @@ def test_a_plot_that_was_not_drawn_leaves_its_words(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    if find_spec("mkdocs") is None or find_spec("material") is None or find_spec("mkdocstrings") is None:
+    if any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "mathjax")):
         pytest.skip("mkdocs is not installed: pip install -c constraints.txt '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = {**os.environ, "REPOSITORY_URL": "https://example.org/tilewise", "NO_MKDOCS_2_WARNING": "1"}
+    environment = {**os.environ, "REPOSITORY_URL": "https://example.org/tilewise", "SITE_URL": ADDRESS, "NO_MKDOCS_2_WARNING": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder
@@ -112,6 +108,22 @@ def test_the_site_builds_without_a_warning(built):
         assert part in first, part
     assert (built / "search/search_index.json").stat().st_size > 100_000
     assert "fonts.googleapis" not in first
+    assert f'property="og:image" content="{ADDRESS}social.png"' in first and 'name="twitter:card"' in first
+    assert struct.unpack(">II", (built / "social.png").read_bytes()[16:24]) == (1200, 630)
+
+
+def test_the_site_serves_all_that_it_loads(built):
+    """Scripts, styles, fonts and pictures of every page are files of the site; MathJax on the pages that have formulas, and on no other."""
+    for path in built.rglob("index.html"):
+        text = path.read_text(encoding="utf-8")
+        tags = re.findall(r"<(?:script|img|source|link)\b[^>]*>", text)
+        loaded = [tag for tag in tags if not tag.startswith("<link") or re.search(r'rel="(?:stylesheet|icon|preload)"', tag)]
+        for target in re.findall(r'\s(?:src|href)="([^"]+)"', "".join(loaded)):
+            assert not re.match(r"(?:https?:)?//", target), f"{path}: {target}"
+            if not target.startswith("data:"):
+                assert (path.parent / re.split("[?#]", target)[0]).exists(), f"{path}: {target}"
+        assert ("mathjax/tex-chtml.js" in text) == ('class="arithmatex"' in text), path
+    assert len(list((built / "javascripts/mathjax/output/chtml/fonts/woff-v2").glob("*.woff"))) > 10
 
 
 PROBE = """<!doctype html><title>probe</title><body><script>
@@ -122,8 +134,13 @@ async function measure() {
     frame.style.cssText = "width:WIDTHpx;height:800px;border:0";
     await new Promise(done => { frame.onload = done; frame.src = page; document.body.append(frame); });
     const root = frame.contentDocument.documentElement;
+    for (let wait = 0; frame.contentDocument.querySelector(".arithmatex") && wait < 100; wait++) {
+      if (frame.contentDocument.querySelector(".arithmatex mjx-container")) break;
+      await new Promise(done => setTimeout(done, 50));
+    }
     const wide = [...root.querySelectorAll("article *")].filter(e => e.getBoundingClientRect().right > WIDTH + 1 && !e.closest(SCROLLS));
-    found[page] = [root.scrollWidth, root.clientWidth, wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120))];
+    const formulas = [root.querySelectorAll(".arithmatex").length, root.querySelectorAll("mjx-container").length];
+    found[page] = [root.scrollWidth, root.clientWidth, root.scrollHeight, formulas, wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120))];
     frame.remove();
   }
   await fetch("/found", {method: "POST", body: JSON.stringify(found)});
@@ -133,37 +150,13 @@ measure();
 SCROLLS = ".md-typeset__scrollwrap, pre, .arithmatex"  # boxes in which what is too wide scrolls
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH; on Debian: apt-get install chromium")
-def test_no_page_is_wider_than_a_phone(built, tmp_path):
+@needs_chromium
+def test_no_page_is_wider_than_a_phone_or_without_an_end(built, tmp_path):
     pages = sorted(f"/{path.relative_to(built).as_posix()}" for path in built.rglob("index.html"))
     text = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE)).replace("SCROLLS", json.dumps(SCROLLS))
     (built / "probe.html").write_text(text, encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Site, directory=str(built)))
-    server.found = queue.Queue()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path / 'profile'}")
-    offline = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-    address = f"http://127.0.0.1:{server.server_port}/probe.html"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    browser = subprocess.Popen([CHROMIUM, *flags, offline, "--remote-debugging-port=0", address], **quiet, start_new_session=True)
-    try:
-        found = server.found.get(timeout=120)
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)  # with the processes that it started
-        browser.wait()
-        server.shutdown()
-        server.server_close()
+    found = found_by(built, "probe.html", tmp_path / "profile")
     assert found.keys() == set(pages)
     assert not {page: said for page, said in found.items() if said[0] > said[1]}
-
-
-class Site(SimpleHTTPRequestHandler):
-    """The built site, and where the page says what it found."""
-
-    def do_POST(self) -> None:
-        self.server.found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(204)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    assert not {page: height for page, (_, _, height, *_) in found.items() if height > HIGHEST}
+    assert not {page: formulas for page, (_, _, _, formulas, _) in found.items() if formulas[0] != formulas[1]}

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,6 +129,19 @@ def test_the_command_runs_the_cells_of_the_environment(monkeypatch, capsys):
     assert len(asked["cells"]) == 24 and asked["names"] == list(RUNGS)
     assert command.main(["k5"], {"DEVICE": "cuda:1"}) == 0 and asked["device"] == "cuda:1"
     assert "Against the fp64 oracle" in capsys.readouterr().out
+
+
+def test_the_command_prints_what_was_measured_without_a_gpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "RESULTS", Path(__file__).parents[2] / "benchmarks/results")
+    assert command.main(["--measured", "k4", "k6:turns"], {"SEQLEN": "512,8192", "HEADDIM": "64", "CAUSAL": "0"}) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "k4_2" in line or "k6_1" in line]
+    assert (
+        [len(line[-2:]) for line in lines] == [2, 2]
+        and lines[0][:3] == ["64", "full", "k4_2"]
+        and float(lines[1][-1]) > float(lines[0][-1]) > 1
+    )
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    assert command.main(["--measured", "k5"], {}) == 2 and "run this in a checkout" in capsys.readouterr().err
 
 
 def test_a_score_matrix_that_does_not_fit(monkeypatch):

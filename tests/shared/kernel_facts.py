@@ -91,10 +91,10 @@ def measured(kernel: Kernel, output: Callable[[], str]) -> Facts:
         options = f"{REMARKS if kernel.remarks else ''} --keep-ptx --keep-cubin --dump-dir {folder}"
         built = jit.build(kernel.launch, kernel.arguments, kernel.config, options)
         remarks = output()
-        return facts_of(built.__ptx__, _disassembled(built.__cubin__, Path(folder)), remarks)
+        return facts_of(built.__ptx__, disassembled(built.__cubin__, Path(folder)), remarks)
 
 
-def _disassembled(cubin: bytes, folder: Path) -> str:
+def disassembled(cubin: bytes, folder: Path) -> str:
     for name in ("cuobjdump", "nvdisasm"):  # the wheel may leave them without the right to execute
         if (source := inspector().with_name(name)).exists():
             shutil.copyfile(source, folder / name)

@@ -35,8 +35,17 @@ def demo(options: Namespace) -> int:
         return OK if serve.run(serve.ServeOptions(device=options.device, seed=options.seed), console_for_tables()) else FAILED
     require_writable(options.out)
     names = ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "out")
-    same = job.run(job.options(**{name: getattr(options, name) for name in names}), console_for_tables())
+    same = job.run(job.options(**{name: getattr(options, name) for name in names}, line=_demo_line(options)), console_for_tables())
     return OK if same else FAILED
+
+
+def _demo_line(options: Namespace) -> str:
+    """The command that makes this report again, without where it is written: the page is sent to others."""
+    defaults = {"steps": 120, "seed": 0, "budget_s": 100.0}
+    given = {name: getattr(options, name) for name in ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "threads")}
+    changed = {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
+    words = {name: ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value) for name, value in changed.items()}
+    return " ".join(["tilewise demo", *(f"--{name.removesuffix('_s')} {word}" for name, word in words.items())])
 
 
 def check(options: Namespace) -> int:

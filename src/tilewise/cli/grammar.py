@@ -23,7 +23,7 @@ EXIT_CODES = """exit codes:
   141  whatever read the output stopped reading, as in `tilewise doctor | head -1`"""
 
 EXAMPLES = {
-    "demo": """  tilewise demo                                  the whole demo, under 3 minutes on 2 cores
+    "demo": """  tilewise demo                                  the whole demo, under 2 minutes on 2 cores
   tilewise demo --out report.html --steps 40     a shorter training
   tilewise demo --seqlens 512,1024,2048          a shorter sweep
   tilewise demo --serve                          a server in place of the training: paged cache, shared prefixes, speculative trees
@@ -254,7 +254,7 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", type=_device, help="cpu, cuda, ... (default: a GPU where there is one)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default: %(default)s)")
     command.add_argument(
-        "--budget", dest="budget_s", type=_seconds, default=165.0, metavar="SECONDS",
+        "--budget", dest="budget_s", type=_seconds, default=100.0, metavar="SECONDS",
         help="stop training and sweep early where they would take longer (default: %(default)g)",
     )  # fmt: skip
 

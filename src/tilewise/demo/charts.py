@@ -19,6 +19,11 @@ SERIES = {"tilewise": "#0a0b01", "SDPA": "#0a0b02", "naive": "#0a0b03"}
 OTHER_SERIES = "#0a0b04"
 VARIABLES = {INK: "--ink", FAINT: "--grid", **{colour: f"--{name.lower()}" for name, colour in SERIES.items()}, OTHER_SERIES: "--other"}
 SIZE = (4.8, 3.3)  # inches; one chart fills a phone's width, two stand side by side on a desk
+COLOURS = {
+    "tilewise": "#0f7fc4",
+    "SDPA": "#d9600e",
+    "naive": "#77808a",
+}  # of a picture, where there is no page to ask; html.STYLE's on a light one
 LINE = {"tilewise": {"linewidth": 4.5, "alpha": 0.55}, "SDPA": {"linewidth": 1.3}, "naive": {"linewidth": 1.3, "linestyle": "--"}}
 BELOW_ONE_ULP = 1e-8  # where a difference of exactly zero is drawn on a logarithmic axis
 

@@ -1,5 +1,6 @@
 """The frame of a self-contained page: one file, no script, nothing loaded from anywhere; light and dark, on a desk and on a phone."""
 
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -15,6 +16,7 @@ h1 { font-size: 1.7rem; line-height: 1.2; margin: 0.5rem 0; }
 h2 { font-size: 1.25rem; margin: 2.8rem 0 0.4rem; }
 p, ul { max-width: 46rem; }
 .verdict { font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad); }
+.early { border-left: 4px solid var(--naive); padding-left: 0.8rem; }
 .cards { display: grid; grid-template-columns: repeat(2, 1fr); gap: 0.8rem; margin: 1.4rem 0; }
 @media (min-width: 46rem) { .cards { grid-template-columns: repeat(3, 1fr); } }
 .card, figure, .scroll, pre { background: var(--card); border: 1px solid var(--edge); border-radius: 10px; }
@@ -34,10 +36,11 @@ pre { padding: 0.8rem 1rem; overflow-x: auto; font-size: 0.82rem; line-height: 1
 """
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """The document around `body`."""
+def page(title: str, body: Iterable[str], description: str = "") -> str:
+    """The document around `body`; `description` is what a program shows of it that links to it."""
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f'<meta charset="utf-8">{viewport}<title>{escape(title)}</title><style>{STYLE}</style>'
+    about = f'<meta name="description" content="{escape(description)}">' if description else ""
+    head = f'<meta charset="utf-8">{viewport}{about}<title>{escape(title)}</title><style>{STYLE}</style>'
     content = "\n".join(body)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{content}\n</body></html>\n'
 
@@ -56,6 +59,16 @@ def bullets(items: Iterable[str]) -> str:
 
 def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
+
+
+def continued(begin: str, rest: str) -> str:
+    """Text, and what was made to follow it."""
+    return f'<pre><span class="soft">{escape(begin)}</span>{escape(rest)}</pre>'
+
+
+def download(text: str, name: str, kind: str, content: bytes) -> str:
+    """A link to a file that is in the page itself."""
+    return f'<p><a download="{escape(name)}" href="data:{kind};base64,{b64encode(content).decode()}">{escape(text)}</a></p>'
 
 
 def cards(items: Iterable[tuple[str, str]]) -> str:

@@ -1,7 +1,7 @@
 """The demo from end to end: train, sweep, write the page, print the numbers."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,9 +11,10 @@ from rich.table import Table
 
 import tilewise
 from tilewise.bench.provenance import provenance
-from tilewise.demo import data, pictures
+from tilewise.demo import data, pictures, share
 from tilewise.demo.model import GPTConfig, sdpa_attention, tilewise_attention
-from tilewise.demo.page import Report, megabytes, milliseconds, render, verdict, what_was_trained
+from tilewise.demo.numbers import byline, ended_early, megabytes, milliseconds, verdict, what_was_trained
+from tilewise.demo.page import Report, render
 from tilewise.demo.place import CPU, Place, place_of
 from tilewise.demo.sweep import Sweep, sweep
 from tilewise.demo.train import TrainConfig, Training, train
@@ -38,8 +39,14 @@ class Options:
     place: Place = CPU
     steps: int = 120
     seed: int = 0
-    budget_s: float = 165.0
+    budget_s: float = 100.0
     out: Path = Path("tilewise-report.html")
+    line: str = "tilewise demo"  # the command
+
+    @property
+    def picture(self) -> Path:
+        """Next to the page."""
+        return self.out.with_name(f"{self.out.stem}-picture.png")
 
 
 def options(device: torch.device | None = None, **given) -> Options:
@@ -50,7 +57,7 @@ def options(device: torch.device | None = None, **given) -> Options:
 
 
 def run(options: Options, console: Console) -> bool:
-    """Run the demo; True when the two trainings agree. Writes `options.out`, in a folder that must exist.
+    """Run the demo; True when the two trainings agree. Writes `options.out` and `options.picture`, in a folder that must exist.
 
     Raises ValueError for a context longer than the text, OSError where the page cannot be written.
     """
@@ -70,15 +77,22 @@ def run(options: Options, console: Console) -> bool:
             pictures=pictures.draw(),
             machine=machine(options.place),
             seconds=time.monotonic() - start,
+            command=options.line,
         )
+        report = replace(report, picture=share.draw(report))
+        options.picture.write_bytes(report.picture)
         options.out.write_text(render(report), encoding="utf-8")
     console.print(training_table(training))
     console.print(sweep_table(measured))
     for sentence in measured.omitted:
         console.print(sentence, style="dim", highlight=False)
     console.print(f"\n{explanation.rstrip()}\n", highlight=False, markup=False)
+    if early := ended_early(training):
+        console.print(f"{early}\n", style="bold yellow", highlight=False, markup=False)
     console.print(verdict(training), style="bold green" if training.same else "bold red")
     console.print(f"Report: {options.out.resolve()}", highlight=False, soft_wrap=True)
+    console.print(byline(report), style="dim", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"Picture to share: {options.picture.resolve()}", highlight=False, soft_wrap=True)
     return training.same
 
 

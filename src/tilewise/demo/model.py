@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+TEMPERATURE = 0.7  # of text that is generated
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention of q (batch, seqlen, heads_q, head_dim) over k and v (batch, seqlen, heads_k, head_dim); returns q's shape."""
 
@@ -108,6 +109,26 @@ class GPT(nn.Module):
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a byte; inputs and targets (batch, seqlen) int64."""
         return F.cross_entropy(self(inputs).float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def write(model: GPT, prompt: Tensor, new: int, seed: int = 0) -> str:
+    """`new` bytes that the model puts after prompt (length,), drawn at TEMPERATURE, as text; of what it wrote it sees the last `context` bytes.
+
+    Draws are made on the CPU in fp64, so that two models with the same probabilities write the same.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    context, tokens = len(model.angles), prompt.to(model.embedding.weight.device, torch.int64)
+    for _ in range(new):
+        logits = model(tokens[None, -context:])[0, -1].double().cpu()
+        tokens = torch.cat((tokens, torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator).to(tokens.device)))
+    return as_text(tokens[len(prompt) :])
+
+
+def as_text(tokens: Tensor) -> str:
+    """Bytes as text; what cannot be shown has a mark in its place."""
+    text = bytes(tokens.tolist()).decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def build(config: GPTConfig, attention: Attention, seed: int) -> GPT:

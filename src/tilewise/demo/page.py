@@ -1,11 +1,14 @@
 """The report of a demo run: the numbers first, then every curve with its table, then how it was measured."""
 
 from dataclasses import dataclass
+from html import escape
 
 from tilewise.demo import charts, html
-from tilewise.demo.place import SAME_FIRST_LOSS, Place
+from tilewise.demo.numbers import byline, ended_early, headlines, megabytes, milliseconds, verdict, what_was_trained
 from tilewise.demo.sweep import CHECKED_ROWS, Point, Sweep
 from tilewise.demo.train import Training
+
+PICTURE = "tilewise-report.png"  # what a browser calls the picture that it takes out of the page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,90 +21,59 @@ class Report:
     pictures: tuple[tuple[str, str, str], ...]
     machine: tuple[tuple[str, str], ...]
     seconds: float
+    command: str = "tilewise demo"
+    picture: bytes = b""  # a PNG (share.py)
 
 
 def render(report: Report) -> str:
     """The whole page, self-contained."""
     body = [
         *_summary(report),
+        *_written(report.training),
         *_training(report.training),
         *_sweep(report.sweep),
         *_masks(report),
         *_method(report),
     ]
-    return html.page("tilewise: report of the demo", body)
-
-
-def megabytes(count: int | None) -> str:
-    return "not measured" if count is None else f"{count / 1e6:,.0f} MB" if count >= 20e6 else f"{count / 1e6:,.1f} MB"
-
-
-def milliseconds(ms: float) -> str:
-    return f"{ms:,.0f} ms" if ms >= 100 else f"{ms:,.1f} ms"
-
-
-def against(ours: float, theirs: float) -> str:
-    """A time next to another in words, such as "1.30x faster"."""
-    if not (ours > 0 and theirs > 0):
-        return "not comparable"
-    return f"{theirs / ours:.2f}x faster" if ours <= theirs else f"{ours / theirs:.2f}x slower"
+    return html.page("tilewise: report of the demo", body, description=f"{verdict(report.training)} {byline(report)}.")
 
 
 ROUNDING = {"fp32": "fp32 rounds at 6e-8", "bf16": "bf16, in which attention and matrix products read and write, rounds at 4e-3"}
 
 
-def precision(place: Place) -> str:
-    return place.name if place.name == "fp32" else f"{place.name} with weights in fp32"
-
-
-def what_was_trained(training: Training) -> str:
-    return f"{training.steps} steps of {training.config.batch} x {training.model.context:,} bytes, {precision(training.place)}"
-
-
-def verdict(training: Training) -> str:
-    """Whether the trainings agree, in a sentence."""
-    first = f"at the first step by {training.differences[0]:.1e} (relative; {SAME_FIRST_LOSS:g} is allowed)"
-    every = f"{training.worst:.1e} (relative; {training.place.same_loss:g} is allowed)"
-    if training.same:
-        return f"The two trainings agree: at each of {training.steps} steps the losses differ by at most {every}, {first}."
-    return f"The two trainings DISAGREE: at the worst of {training.steps} steps the losses differ by {every}, {first}."
-
-
 def _summary(report: Report) -> list[str]:
-    training, sweep = report.training, report.sweep
-    ours, theirs = training.curves
-    items = [
-        (
-            f"{ours.losses[0]:.2f} → {ours.losses[-1]:.2f}",
-            f"loss (nats a byte) over {training.steps} steps; {ours.held_out:.3f} on held-out text",
-        ),
-        (f"{training.worst:.1e}", f"largest relative difference of the loss to training with {theirs.name}, over all steps"),
-        (milliseconds(ours.median_ms), f"a training step, {against(ours.median_ms, theirs.median_ms)} than with {theirs.name}"),
-        (
-            megabytes(ours.peak_bytes),
-            f"peak memory of a step, beyond weights and optimizer; {megabytes(theirs.peak_bytes)} with {theirs.name}",
-        ),
-    ]
-    if sweep.points:
-        last, other = (sweep.of(name)[-1] for name in (ours.name, theirs.name))
-        scores = sweep.place.dtype.itemsize * sweep.heads_q * last.seqlen**2
-        speed = against(last.both_ms, other.both_ms)
-        items += [
-            (milliseconds(last.both_ms), f"attention at {last.seqlen:,} tokens, forward + backward: {speed} than {theirs.name}"),
-            (megabytes(last.peak_bytes), f"its peak extra memory; one score matrix would take {megabytes(scores)}"),
-        ]
+    training = report.training
     model = training.model
+    early = ended_early(training)
     return [
         "<header><h1>Exact attention without the score matrix</h1>",
+        html.paragraph(byline(report), "soft"),
+        html.paragraph(verdict(training), f"verdict {'good' if training.same else 'bad'}"),
+        *([html.paragraph(early, "early")] if early else []),
+        "</header>",
+        html.cards(headlines(report)),
         html.paragraph(
             f"A byte-level GPT ({training.parameters / 1e6:.1f} million parameters, {model.layers} layers, {model.heads_q} heads with "
             f"{model.heads_k} key/value heads, head_dim {model.head_dim}, context {model.context:,}) learns the text of Python's language "
             "reference twice from the same seed and the same batches: once with tilewise.attention, once with torch's "
             "scaled_dot_product_attention (SDPA). Then attention alone, over growing sequences."
         ),
-        html.paragraph(verdict(training), f"verdict {'good' if training.same else 'bad'}"),
-        "</header>",
-        html.cards(items),
+        *([html.download("A picture of this, to share", PICTURE, "image/png", report.picture)] if report.picture else []),
+    ]
+
+
+def _written(training: Training) -> list[str]:
+    """What the models write after text that they were not trained on."""
+    ours, theirs = training.curves
+    same = next((place for place, (a, b) in enumerate(zip(ours.written, theirs.written, strict=False)) if a != b), len(ours.written))
+    if ours.written == theirs.written:
+        words = f"The model trained with {theirs.name} writes the same {len(ours.written)} characters."
+    else:
+        words = f"The model trained with {theirs.name} writes the same {same} characters, then others: rounding moved a draw."
+    return [
+        html.heading("What it writes"),
+        html.paragraph(f"Held-out text in grey, then what the model trained with {ours.name} put after it, byte by byte. {words}"),
+        html.continued(training.prompt, ours.written),
     ]
 
 
@@ -118,14 +90,9 @@ def _training(training: Training) -> list[str]:
         )
         for curve in training.curves
     ]
-    cut = (
-        ""
-        if training.steps == training.config.steps
-        else f" The time budget ended the training {training.config.steps - training.steps} steps early."
-    )
     return [
         html.heading("Training"),
-        html.paragraph(f"{what_was_trained(training)}, AdamW.{cut}"),
+        html.paragraph(f"{what_was_trained(training)}, AdamW."),
         html.figures(_training_figures(training, names)),
         html.table(("attention", "first loss", "last loss", "held-out loss", "median step", "peak memory a step"), rows),
     ]
@@ -221,5 +188,7 @@ def _method(report: Report) -> list[str]:
         ),
         html.heading("Machine and versions"),
         html.table(("", ""), report.machine),
-        f"<footer><p>Made by <code>tilewise demo</code> in {report.seconds:.0f} s.</p></footer>",
+        html.heading("How to make this page"),
+        html.preformatted(report.command),
+        f"<footer><p>{escape(byline(report))}.</p></footer>",
     ]

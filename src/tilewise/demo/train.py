@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tilewise.bench.memory import peak_extra_bytes
 from tilewise.demo import data
-from tilewise.demo.model import GPT, Attention, GPTConfig, build
+from tilewise.demo.model import GPT, Attention, GPTConfig, as_text, build, write
 from tilewise.demo.place import CPU, SAME_FIRST_LOSS, Place
+
+PROMPT, WRITTEN, WRITTEN_EARLY = 100, 180, 40  # bytes; of a training that ended early, on a machine that has no time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Curve:
     seconds: list[float] = field(default_factory=list)
     held_out: float = math.nan
     peak_bytes: int | None = None
+    written: str = ""  # what the trained model puts after Training.prompt
 
     @property
     def median_ms(self) -> float:
@@ -55,6 +58,12 @@ class Training:
     parameters: int
     curves: tuple[Curve, ...]
     place: Place = CPU
+    prompt: str = ""  # of text never trained on
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether the time budget was spent before all steps were done."""
+        return self.steps < self.config.steps
 
     @property
     def steps(self) -> int:
@@ -108,11 +117,18 @@ class Trainee:
         self.curve.losses.append(loss)
 
     def finish(self, step: int, batch: data.Batch, held_out: data.Batch) -> None:
-        """Loss on text never trained on, then the peak memory of one more, untimed step beyond weights and optimizer state."""
-        with torch.no_grad():
+        """Loss and some text on text never trained on, then the peak memory of one more, untimed step beyond weights and optimizer state."""
+        with torch.no_grad(), self.place.autocast():
             self.curve.held_out = self.loss(held_out).item()
+            length = WRITTEN if step == self.config.steps else WRITTEN_EARLY
+            self.curve.written = write(self.model, prompt_of(held_out), length, self.config.seed)
         self.optimizer.zero_grad()
         _, self.curve.peak_bytes = peak_extra_bytes(lambda: self.step(step, batch), self.place.device)
+
+
+def prompt_of(held_out: data.Batch) -> Tensor:
+    """(length,) int64."""
+    return held_out.inputs[0, :PROMPT]
 
 
 def train(
@@ -148,4 +164,5 @@ def train(
     for trainee in trainees:
         trainee.finish(done, batch_at(text, done), unseen)
     parameters = sum(parameter.numel() for parameter in trainees[0].model.parameters())
-    return Training(model=model, config=config, parameters=parameters, curves=tuple(trainee.curve for trainee in trainees), place=place)
+    curves = tuple(trainee.curve for trainee in trainees)
+    return Training(model=model, config=config, parameters=parameters, curves=curves, place=place, prompt=as_text(prompt_of(unseen)))

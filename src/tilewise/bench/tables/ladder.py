@@ -5,11 +5,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from tilewise.bench.compare import MINE, fastest
 from tilewise.bench.sets import tokens
 from tilewise.bench.store import Row, latest
 from tilewise.bench.tables.rows import MISSING, header, line
 from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+from tilewise.machine.sheets import MACHINES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +97,7 @@ def title(name: str) -> str:
 
 
 def ladder_markdown(rows: Iterable[Row]) -> str:
-    """A line a contender: its idea, its rates at PLACE, the share of the machine's matmul rate in the same run, and the day."""
+    """A line a contender: its idea, its rates at PLACE, the share of the machine's matmul rate in bf16 in the same run, and the day."""
     found = at_place(rows)
     if not found:
         return NOT_MEASURED
@@ -102,13 +105,29 @@ def ladder_markdown(rows: Iterable[Row]) -> str:
     for name, row in found.items():
         full, causal = row.get("full"), row.get("causal")
         lines.append(line((name, title(name), rate(full), rate(causal), share(full), day(full))))
-    return "\n".join([*lines, "", caption([row for masks in found.values() for row in masks.values()])])
+    measured = [row for masks in found.values() for row in masks.values()]
+    return "\n".join([*lines, "", " ".join(filter(None, (caption(measured), of_the_sheet(found))))])
+
+
+def of_the_sheet(found: dict[str, dict[str, Row]]) -> str:
+    """What share rungs in 8 bits have of their own peak, by the data sheet; no matmul in 8 bits was timed next to them. Empty without such rows."""
+    full = {name: masks["full"] for name, masks in found.items() if in_eight_bits(name) and "full" in masks}
+    machine = next((MACHINES[key] for key in MACHINES if any(key in row.device for row in full.values())), None)
+    if machine is None:
+        return ""
+    peak = machine.peak[torch.float8_e4m3fn]
+    shares = ", ".join(f"{name} {row.flops_per_s / peak:.0%}" for name, row in full.items())
+    return f"A matmul in bf16 is no measure of 8 bits; of the data sheet's {peak * 1e-12:,.0f} TFLOP/s in e4m3 they reach: {shares}."
+
+
+def in_eight_bits(name: str) -> bool:
+    return _ours(name) and RUNGS[name.partition(":")[0]].in_eight_bits
 
 
 def caption(measured: list[Row]) -> str:
     """The case and the machine of these rows of `at_place`."""
     case, where = measured[0].case, measured[0].environment
-    eight = [row.impl for row in measured if _ours(row.impl) and RUNGS[row.impl.partition(":")[0]].in_eight_bits]
+    eight = [row.impl for row in measured if in_eight_bits(row.impl)]
     dtypes = f"bf16 ({', '.join(dict.fromkeys(eight))}: e4m3, quantised beforehand)" if eight else "bf16"
     words = f"{measured[0].device}, torch {where.get('torch', MISSING)}, CuTe DSL {where.get('nvidia-cutlass-dsl', MISSING)}"
     return (
@@ -118,7 +137,7 @@ def caption(measured: list[Row]) -> str:
 
 
 def share(row: Row | None) -> str:
-    if row is None or not row.ceiling_flops_per_s:
+    if row is None or not row.ceiling_flops_per_s or in_eight_bits(row.impl):
         return MISSING
     return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
 
