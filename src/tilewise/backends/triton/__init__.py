@@ -21,6 +21,8 @@ class Triton(Backend):
     """FlashAttention-2 for NVIDIA GPUs from Ampere on and AMD's, deterministic, without atomics."""
 
     name = "triton"
+    eight_bits = True
+    keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
@@ -29,7 +31,10 @@ class Triton(Backend):
             return [f"it computes on GPUs, the tensors are on {problem.device}"]
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
-        reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
+        if problem.eight_bits and problem.precision is None:
+            reasons.append(f"it takes tensors of 16 and 32 bits, which precision= makes 8 of, not {problem.dtype} with scales")
+        else:
+            reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
         if problem.dropout_of_part:
             reasons.append("its dropout counts the call's own rows and heads, not those of a larger call (masks.Part)")
         wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
@@ -96,9 +101,9 @@ class Triton(Backend):
 
 
 def _config(call: Call, purpose: str):
-    from tilewise.backends.triton.config import config_of, weight_of
+    from tilewise.backends.triton.config import config_of_call, weight_of
 
-    return config_of(targets.of_device(call.q.device), purpose, call.q.dtype, call.head_dim, call.head_dim_v, weight_of(call))
+    return config_of_call(targets.of_device(call.q.device), purpose, call, weight_of(call))
 
 
 def _in_rows(call: Call) -> Call:

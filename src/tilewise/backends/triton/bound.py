@@ -15,11 +15,12 @@ from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import tables
 from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.eight_bits import Quantiser
 from tilewise.backends.triton.kernels import backward, forward, repair
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher
-from tilewise.backends.triton.targets import of_device
+from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Mask, Unread
 from tilewise.masks.mask import Plane
@@ -110,32 +111,42 @@ def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.d
 
 
 class Bound:
-    """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py)."""
+    """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py).
+    target: in place of the device's own.
+    """
 
-    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None) -> None:
-        self.target, self.chosen = of_device(call.q.device), chosen or {}
+    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None, target: Target | None = None) -> None:
+        self.target, self.chosen = target or of_device(call.q.device), chosen or {}
         self.like = replace(
             call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
         self.flags, self.weight = _flags(call), configs.weight_of(call)
         typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
-        self.dtypes = tuple((name, x.dtype) for name, x in typed.items() if x is not None)
+        dtypes = {name: x.dtype for name, x in typed.items() if x is not None}
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
-        self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
+        self.dims = call.head_dim, call.head_dim_v
+        self.config = self.config_of("forward")
+        self.quantiser: Quantiser | None = None
+        if call.precision is not None:
+            self.quantiser = Quantiser(self.like, self.config.tile_n)
+            self.dims, self.strided = (self.quantiser.width, call.head_dim_v), True
+            self.flags, dtypes = self.flags | self.quantiser.flags, dtypes | self.quantiser.dtypes
+        self.dtypes = tuple(dtypes.items())
+        self.scores = {
+            "scale": call.scale if self.quantiser is None else 1.0,
+            "softcap": in_fp32(call.softcap),
+            "shift": call.seqlen_k - call.seqlen_q,
+        }
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
-        self.config = self.config_of("forward")
         self.visible = Visible(call, self.device, self.config)
         self.back: Backward | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
-        call = self.like
-        return self.chosen.get(purpose) or configs.config_of(
-            self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, self.weight
-        )
+        return self.chosen.get(purpose) or configs.config_of_call(self.target, purpose, self.like, self.weight)
 
     @property
     def kept(self) -> bool:
@@ -148,7 +159,7 @@ class Bound:
         config, sink = self.config_of(purpose), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
         mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
         both = {
-            "forward": ((forward.forward, sink), (repair.repair_rows, mends)),
+            "forward": ((forward.forward, sink | self.wanted), (repair.repair_rows, mends)),
             "dkdv": ((backward.dkdv, {}), (repair.repair_columns, self.widths)),
             "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
         }[purpose]
@@ -164,24 +175,29 @@ class Bound:
             o = torch.empty((batch, heads, seqlen, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
         else:
             o = torch.empty(shape, dtype=q.dtype, device=q.device)
-        return self._forward(q, k, v, o, extras)
+        return self._forward(q, k, v, o, extras)[:2]
 
-    def results(self, call: Call) -> tuple[Tensor, Tensor]:
+    def results(self, call: Call) -> tuple[Tensor, ...]:
         """As `Backend.forward`, of the bound call itself."""
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
         o = torch.empty(shape, dtype=call.q.dtype, device=call.q.device) if call.out is None else call.out
         return self._forward(call.q, call.k, call.v, o, call.extras)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        lse = torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """O, LSE and, where the call wants it, each row's largest score."""
+        lse, *largest = (
+            torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
+            for _ in range(1 + self.like.row_max)
+        )
         tiles = -(-self.like.seqlen_q // self.config.tile_m)
         if not self.batch * self.heads * tiles:
-            return o, lse
+            return o, lse, *largest
         bias, slopes, sink, rng, *packed = extras
         check_memory(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink)
-        operands = {"q": q, "k": k, "v": v, "o": o}
+        operands, more = {"q": q, "k": k, "v": v}, {}
         given = {
             "lse": lse,
+            "row_max": largest[0] if largest else None,
             "seqlen_q": self.like.seqlen_q,
             "seqlen_k": self.like.seqlen_k,
             "heads": self.heads,
@@ -189,12 +205,36 @@ class Bound:
             "sink": sink,
         }
         with on(self.device):
-            arguments = self.arguments(operands, bias, slopes, rng) | given | self.visible.of(*packed[:2])
-            self.run(forward.forward, self.config, self.visible.kind, operands, SINK=sink is not None)(
+            if self.quantiser is not None:
+                operands, more = self.quantiser(q, k, v, packed[1], self.small)
+            arguments = self.arguments(operands | {"o": o}, bias, slopes, rng) | given | more | self.visible.of(*packed[:2])
+            self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
                 tiles * self.batch * self.heads, arguments
             )
-            self.repair_rows(self.config, self.visible, {"q": q, "k": k, "v": v, "x": o}, arguments, tiles)
-        return o, lse
+            self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
+        return o, lse, *largest
+
+    @property
+    def wanted(self) -> dict[str, object]:
+        """Constants of the forward pass beside those of all kernels."""
+        return {"ROW_MAX": self.like.row_max}
+
+    def small(
+        self, name: str, programs: int, operands: Mapping[str, Tensor], arguments: Mapping[str, object], of_values: bool = False
+    ) -> None:
+        """Launch one of the quantiser's kernels for tensors that lie as these do."""
+        if not programs:
+            return
+        assert self.quantiser is not None
+        found = dict(arguments)
+        for each, x in operands.items():
+            found[each] = x
+            found[f"{each}_batch"], found[f"{each}_row"], found[f"{each}_head"], _ = x.stride()
+        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in operands.values())
+        key = name, aligned, of_values
+        if key not in self.launchers:
+            self.launchers[key] = launcher(self.quantiser.kernel(name, aligned, of_values), self.target)
+        self.launchers[key](programs, found)
 
     def repair_rows(self, config: configs.Config, visible: Visible, operands: Mapping[str, Tensor], arguments: Mapping, tiles: int) -> None:
         """Mend O, or dQ where dO is among the operands, x among them; the other arguments are as of the kernel that wrote it."""
@@ -207,7 +247,7 @@ class Bound:
     def widths(self) -> dict[str, int]:
         """head_dim and head_dim_v in one tile each, and how many columns exist of it."""
         found = {}
-        for prefix, dim in (("", self.like.head_dim), ("V_", self.like.head_dim_v)):
+        for prefix, dim in zip(("", "V_"), self.dims, strict=True):
             width = configs.power(dim)
             found |= {f"{prefix}WIDTH": width, f"{prefix}COLUMNS": dim % width}
         return found
@@ -258,8 +298,11 @@ class Bound:
     def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
         """The kernel with the constants that it has of these."""
         constants = self.flags | {"MASK": mask, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages} | more
-        for names, dim in zip(PARTS, (self.like.head_dim, self.like.head_dim_v), strict=True):
+        constants["V_WIDTH"] = self.widths["V_WIDTH"]
+        for names, dim in zip(PARTS, self.dims, strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
+        if self.quantiser is not None:
+            constants |= self.quantiser.parts
         narrow = self.like.q.dtype.itemsize < 4
         constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
         given = tuple((name, constants[name]) for name in function.arg_names if name in constants)
@@ -339,6 +382,8 @@ def _flags(call: Call) -> dict[str, object]:
         "DIAGONALS": call.diagonal is not None,
         "DROPOUT": call.dropout is not None,
         "GROUP": call.group,
+        "EIGHT": False,
+        "V_EIGHT": False,
     }
 
 
