@@ -61,14 +61,12 @@ SPILLS = {
     "sm_89 dq bfloat16 192 band plain": 56,
     "sm_89 dq bfloat16 256 band plain": 8,
     "sm_89 dq bfloat16 512 band plain": 16,
-    "sm_89 dq float32 128 band plain": 8,
     "sm_89 forward bfloat16 128 band bias": 48,
     "sm_89 forward bfloat16 128 tiles scores": 8,
     "sm_89 forward bfloat16 192 band plain": 56,
     "sm_89 forward bfloat16 64 band plain": 24,
     "sm_90 dkdv bfloat16 192 band plain": 16,
     "sm_90 dkdv float32 128 band plain": 32,
-    "sm_90 dq float32 128 band plain": 48,
     "sm_90 forward bfloat16 64 band plain": 56,
 }
 SPILLS_MORE = {
@@ -78,7 +76,7 @@ SPILLS_MORE = {
     "sm_80 forward bfloat16 192 band plain": 80,
     "sm_80 forward bfloat16 40 band plain unaligned": 72,
     "sm_80 prepare bfloat16 512 band plain": 168,
-    "sm_89 dkdv float32 128 band plain": 96,
+    "sm_89 dkdv float32 128 band plain": 88,
     "sm_90 dkdv bfloat16 128 band plain": 88,
     "sm_90 dkdv bfloat16 128 tiles scores": 72,
     "sm_90 dkdv bfloat16 40 band plain unaligned": 360,
