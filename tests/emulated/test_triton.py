@@ -5,6 +5,8 @@ became of it: products of fragments, asynchronous copies, what is shared.
 from functools import partial
 
 import pytest
+import torch
+from eight_bits_problems import Quantised, held, made
 from emulator import triton as emulated
 
 from tests.shared.sampled import some
@@ -24,6 +26,13 @@ CASES = [
     Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp16", **EVERYTHING),
     Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp32"),
     Case(**SIZES, head_dim=32, mask=ChunkedCausal(30), dtype="bf16", bias="bhq", alibi="bh", diagonal=True),
+]
+IN_EIGHT_BITS = [
+    Quantised("int8", 45, 150, mask=Causal(), row_max=True),
+    Quantised("int8_qk", 45, 150, mask=SlidingWindow(40, 3), dims=(96, 72), dtype=torch.float16),
+    Quantised("int8", 20, 70, mask=Documents((0, 3, 20), (0, 40, 70)), dims=(17, 24)),
+    Quantised("fp8", 20, 150, heads=(4, 2), dims=(64, 40), scale=-0.2),
+    Quantised("int8", 10, 40, dims=(288, 64), heads=(1, 1)),
 ]
 
 
@@ -47,6 +56,20 @@ def ampere(monkeypatch):
 def test_compiled_kernels(case, ampere):
     ampere("lazy")
     conformance.run_case(Triton(), case)
+
+
+@pytest.mark.parametrize("case", some(IN_EIGHT_BITS, 0.4, "Triton's kernels in 8 bits"), ids=str)
+def test_eight_bits(case, ampere):
+    ampere("lazy")
+    call = made(case)
+    call.k[0, -3, 0, 2] = torch.inf  # which some rows see
+    held(call, *Triton().forward(call))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.id)
+def test_largest_scores(case, ampere):
+    ampere("eager")
+    conformance.run_row_max(Triton(), case)
 
 
 @pytest.mark.parametrize("run", [conformance.run_hidden, conformance.run_spoiled], ids=lambda run: run.__name__)

@@ -32,7 +32,8 @@ class Triton(Backend):
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
         if problem.eight_bits and problem.precision is None:
-            reasons.append(f"it takes tensors of 16 and 32 bits, which precision= makes 8 of, not {problem.dtype} with scales")
+            name = str(problem.dtype).removeprefix("torch.")
+            reasons.append(f"it takes tensors of 16 and 32 bits, of which precision= makes 8, not {name} with scales")
         else:
             reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
         if problem.dropout_of_part:

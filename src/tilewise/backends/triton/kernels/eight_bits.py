@@ -1,7 +1,7 @@
 """Q, K and V of 16 bits in 8, to the bit as backends/eight_bits.py has it, and what the forward pass does with numbers of 8 bits.
 
-Numbers of e4m3 are held in fp16, which has them all, so that every GPU multiplies them: the products are the same, and sums are fp32's. Nothing that is
-multiplied is NaN but what V has in 16 bits or in e4m3: of keys that are not finite there is `k_lost`, of queries a factor of NaN.
+Numbers of e4m3 are held in fp16, which has them all, so that every GPU multiplies them: the products are the same, and sums are fp32's. Q and K have
+no NaN: a row of Q that is not finite has a factor of NaN, and of keys `k_lost` tells. V keeps its own, of which `repair` clears what is hidden.
 """
 
 import triton
@@ -39,11 +39,7 @@ def e4m3(x):
 def _rounded(x, inverse, dtype: tl.constexpr, MOST_OF: tl.constexpr):
     """x * inverse as int8, or as e4m3 in `dtype`; 0 for what is not finite."""
     y = tl.minimum(tl.maximum(tl.where(_finite(x), x * inverse, 0.0), -MOST_OF), MOST_OF)
-    if dtype == tl.int8:
-        found = (y + INTEGERS).to(tl.int32, bitcast=True).to(tl.int8)
-    else:
-        found = e4m3(y).to(dtype)
-    return found
+    return (y + INTEGERS).to(tl.int32, bitcast=True).to(tl.int8) if dtype == tl.int8 else e4m3(y).to(dtype)
 
 
 @triton.jit
@@ -56,8 +52,8 @@ def _scale(largest, MOST_OF: tl.constexpr):
 
 @triton.jit
 def _turned(x, channels, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """H D x. Each step adds and subtracts neighbours, and brings the number of a channel's last bit to its front, so that after all steps each channel
-    is where it was.
+    """H D x. Each step adds and subtracts neighbours, and brings the last bit of a channel's number to its front, so that after all steps channels
+    are where they were.
     """
     words = channels * 0
     for i in tl.static_range(8):
@@ -230,11 +226,7 @@ def no_products(q, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constex
 @triton.jit
 def dot(a, b, acc, EMULATED: tl.constexpr):
     """a b + acc, exact for int8."""
-    if EMULATED:
-        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(a, b, acc, out_dtype=acc.dtype)
-    return acc
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee") if EMULATED else tl.dot(a, b, acc, out_dtype=acc.dtype)
 
 
 @triton.jit

@@ -80,9 +80,10 @@ def forward(
     DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr,
     EMULATED: tl.constexpr, STAGES: tl.constexpr, ROW_MAX: tl.constexpr, EIGHT: tl.constexpr, V_EIGHT: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score. Grid: m_tiles * batch * heads.
+    """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
 
     EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: numbers of `v_scale` and `v_centre` for a head.
+    Grid: m_tiles * batch * heads.
     """
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles  # under a causal mask the last tiles of queries take longest
