@@ -37,6 +37,34 @@ def holds(case: Quantised, changes: Mapping[str, object] | None = None, spoiled:
         assert case.mask == tw.Full() or not lse.isnan().all()
 
 
+def holds_where_scales_are_not_finite() -> None:
+    """And numbers of e4m3, of which some rows see each."""
+    for way, per in (("given", ("token", "tile", "head")), ("given int8", ("token", "token", "tensor"))):
+        call = made(Quantised(way, 60, 150, per=per, mask=tw.SlidingWindow(40, 3)))
+        call.q_scale[0, 1, 3] = math.nan
+        call.k_scale[0, 0, 1 if per[1] == "tile" else 130] = math.nan
+        call.v.view(torch.uint8)[0, 90, 0, 3] = 0x7F
+        if way == "given":
+            call.k.view(torch.uint8)[0, 60, 0, 1] = 0x7F
+        with poison.memory():
+            o, lse = Triton().forward(call)
+        held(call, o, lse)
+        assert 0 < lse.isnan().sum() < lse.numel() and o.isnan().sum() > lse.isnan().sum() * o.shape[-1]
+
+
+def holds_for_scales_of_any_size_and_sign(way: str) -> None:
+    """Nothing of a token whose scale is 0; NaN for the rows that see one whose scale is not finite, and for no others."""
+    call, source = made(Quantised(way, 60, 200, per=("token",) * 3, mask=tw.SlidingWindow(40, 3))), torch.Generator().manual_seed(5)
+    k, v = (x * torch.randn(x.shape, generator=source, dtype=torch.float32) for x in (call.k_scale, call.v_scale))
+    k[..., 160], v[..., 143], v[..., 150:170] = 0.0, 0.0, 0.0
+    k[..., 195], v[..., 140], v[..., 145] = math.nan, math.inf, math.nan
+    call = replace(call, k_scale=k, v_scale=v)
+    with poison.memory():
+        o, lse = Triton().forward(call)
+    held(call, o, lse)
+    assert 0 < o.isnan().any(-1).any(-1).sum() < 60 and lse.isnan().any()
+
+
 def with_bad_numbers(call: Call) -> Call:
     tensors = {name: getattr(call, name).clone() for name in "qkv"}
     bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -25, 6, math.inf)

@@ -18,6 +18,7 @@ from tilewise.problem import Problem
 
 FP16 = torch.float16
 DENSE = Dense(torch.rand(70, 150, generator=torch.Generator().manual_seed(5)) > 0.4)
+DENSE_ROWS = Dense(torch.rand(10, 150, generator=torch.Generator().manual_seed(5)) > 0.4)
 CASES = [
     *(Quantised(way, 70, 150, mask=Causal(), row_max=True) for way in RECIPES),
     Quantised("int8", 130, 300, mask=SlidingWindow(40, 3), dims=(72, 40)),
@@ -32,6 +33,18 @@ CASES = [
     Quantised("fp8", 10, 140, dims=(512, 512), heads=(1, 1)),
     *(Quantised("int8", 5, 20, dims=(d, d), row_max=True) for d in (1, 3, 8, 17)),
     *(Quantised("int8", n, k, heads=(1, 1)) for n, k in ((1, 1), (3, 15), (2, 16), (10, 127), (10, 128), (10, 129), (3, 0), (0, 3))),
+]
+GIVEN = [
+    Quantised("given", 70, 40, per=("token", "tile", "head"), mask=Causal(), row_max=True),
+    Quantised("given", 40, 300, batch=2, heads=(4, 2), per=("head", "head", "head"), scale=-0.2, dims=(72, 40)),
+    Quantised("given int8", 40, 150, per=("token", "token", "tensor"), dims=(72, 40), mask=SlidingWindow(40, 3)),
+    Quantised("given int8", 20, 300, batch=2, heads=(4, 2), per=("token", "tile", "head"), dtype=FP16, dims=(17, 96)),
+    Quantised("given", 10, 150, per=("tensor", "token", "head"), dims=(288, 64), mask=DENSE_ROWS),
+    Quantised("given", 40, 400, per=("tensor", "tile", "tile"), mask=Causal()),
+    Quantised("given int8", 40, 300, per=("head", "token", "token"), dims=(96, 72), batch=2, heads=(4, 2), mask=Causal()),
+    Quantised("given", 3, 1, per=("token", "token", "token")),
+    Quantised("given", 3, 0, per=("token", "token", "token")),
+    Quantised("given int8", 3, 1, per=("token", "token", "head")),
 ]
 SPOILED = [
     *(Quantised(way, 40, 150, mask=mask) for way in RECIPES for mask in (Causal(), SlidingWindow(40, 3))),
@@ -54,6 +67,21 @@ BITS = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case):
     interpreted(problems.holds, case)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("case", GIVEN, ids=str)
+def test_tensors_in_eight_bits(case):
+    interpreted(problems.holds, case)
+
+
+def test_tensors_in_eight_bits_that_are_not_finite():
+    interpreted(problems.holds_where_scales_are_not_finite)
+
+
+@pytest.mark.parametrize("way", ["given", "given int8"])
+def test_scales_of_tokens_of_any_size_and_sign(way):
+    interpreted(problems.holds_for_scales_of_any_size_and_sign, way)
 
 
 @pytest.mark.sampled(0.3)
@@ -103,5 +131,8 @@ def test_what_is_refused():
     given = Problem(device="cuda", dtype=torch.bfloat16, head_dim=64, head_dim_v=64, group=1, mask="full", capability=(8, 0))
     for fine in ({}, {"precision": "int8"}, {"precision": "int8_qk", "row_max": True}, {"precision": "fp8", "grad": True}):
         assert Triton().why_not(replace(given, **fine)) == []
-    e4m3 = replace(given, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, scales=("head",) * 3)
-    assert Triton().why_not(e4m3) == ["it takes tensors of 16 and 32 bits, of which precision= makes 8, not float8_e4m3fn with scales"]
+    e4m3 = replace(given, dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16, scales=("token", "token", "head"))
+    assert Triton().why_not(e4m3) == []
+    assert Triton().why_not(replace(e4m3, v_dtype=torch.float32)) == [
+        "beside q in torch.float8_e4m3fn it takes v in float8_e4m3fn, bf16 or fp16, not torch.float32"
+    ]

@@ -32,12 +32,10 @@ class Triton(Backend):
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
         if problem.eight_bits and problem.precision is None:
-            name = str(problem.dtype).removeprefix("torch.")
-            reasons.append(f"it takes tensors of 16 and 32 bits, of which precision= makes 8, not {name} with scales")
+            if (v := problem.v_dtype or problem.dtype) not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+                reasons.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, bf16 or fp16, not {v}")
         else:
             reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
-        if problem.dropout_of_part:
-            reasons.append("its dropout counts the call's own rows and heads, not those of a larger call (masks.Part)")
         wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
         if wide > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")

@@ -1,13 +1,13 @@
 """A call whose kernels and arguments were found once, for more tensors of the same shapes, strides and dtypes."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise.backends import philox
 from tilewise.backends.tables import documents
@@ -15,20 +15,20 @@ from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import tables
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.eight_bits import Quantiser
+from tilewise.backends.triton.eight_bits import Given, Quantiser
 from tilewise.backends.triton.kernels import backward, forward, repair
-from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Mask, Unread
 from tilewise.masks.mask import Plane
-from tilewise.problem import Call, Dropout, gradient_like, in_fp32
+from tilewise.problem import Call, Dropout, in_fp32
 
 ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for wide loads
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
+MOST_ROWS = 512  # of any program's tile
 ROWS = 128  # of a program of the small kernels
 SMALL = configs.Config(ROWS, ROWS, 4, 1)  # of those
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
@@ -118,7 +118,15 @@ class Bound:
     def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None, target: Target | None = None) -> None:
         self.target, self.chosen = target or of_device(call.q.device), chosen or {}
         self.like = replace(
-            call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
+            call,
+            bias=None,
+            alibi_slopes=None,
+            sink=None,
+            out=None,
+            q_scale=None,
+            k_scale=None,
+            v_scale=None,
+            **{name: _on_meta(getattr(call, name)) for name in "qkv"},
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
         self.flags, self.weight = _flags(call), configs.weight_of(call)
@@ -127,9 +135,10 @@ class Bound:
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
         self.dims = call.head_dim, call.head_dim_v
         self.config = self.config_of("forward")
-        self.quantiser: Quantiser | None = None
-        if call.precision is not None:
-            self.quantiser = Quantiser(self.like, self.config.tile_n)
+        self.quantiser: Quantiser | Given | None = None
+        if call.problem.eight_bits:
+            tile_n = self.config.tile_n
+            self.quantiser = Given(self.like, tile_n, call.scales) if call.precision is None else Quantiser(self.like, tile_n)
             self.dims, self.strided = (self.quantiser.width, call.head_dim_v), True
             self.flags, dtypes = self.flags | self.quantiser.flags, dtypes | self.quantiser.dtypes
         self.dtypes = tuple(dtypes.items())
@@ -141,7 +150,7 @@ class Bound:
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
         self.visible = Visible(call, self.device, self.config)
-        self.back: Backward | None = None
+        self.back: Callable | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
     def config_of(self, purpose: str) -> configs.Config:
@@ -172,15 +181,15 @@ class Bound:
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
         if heads_first:
             batch, seqlen, heads, dim = shape
-            o = torch.empty((batch, heads, seqlen, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+            o = torch.empty((batch, heads, seqlen, dim), dtype=self.like.out_dtype or q.dtype, device=q.device).transpose(1, 2)
         else:
-            o = torch.empty(shape, dtype=q.dtype, device=q.device)
+            o = torch.empty(shape, dtype=self.like.out_dtype or q.dtype, device=q.device)
         return self._forward(q, k, v, o, extras)[:2]
 
     def results(self, call: Call) -> tuple[Tensor, ...]:
         """As `Backend.forward`, of the bound call itself."""
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
-        o = torch.empty(shape, dtype=call.q.dtype, device=call.q.device) if call.out is None else call.out
+        o = torch.empty(shape, dtype=call.out_dtype or call.q.dtype, device=call.q.device) if call.out is None else call.out
         return self._forward(call.q, call.k, call.v, o, call.extras)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -206,7 +215,7 @@ class Bound:
         }
         with on(self.device):
             if self.quantiser is not None:
-                operands, more = self.quantiser(q, k, v, packed[1], self.small)
+                operands, more = self.quantiser(q, k, v, packed, self.small)
             arguments = self.arguments(operands | {"o": o}, bias, slopes, rng) | given | more | self.visible.of(*packed[:2])
             self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
                 tiles * self.batch * self.heads, arguments
@@ -225,7 +234,7 @@ class Bound:
         """Launch one of the quantiser's kernels for tensors that lie as these do."""
         if not programs:
             return
-        assert self.quantiser is not None
+        assert isinstance(self.quantiser, Quantiser)
         found = dict(arguments)
         for each, x in operands.items():
             found[each] = x
@@ -266,7 +275,9 @@ class Bound:
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
-            self.back = Backward(self)
+            from tilewise.backends.triton.gradients import Gradients
+
+            self.back = Gradients(self)
         return self.back(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
 
     def arguments(
@@ -285,7 +296,18 @@ class Bound:
             found["slopes"] = slopes = slopes.contiguous()
             found["slopes_batch"] = 0 if slopes.shape[0] == 1 else self.heads
         dropout = self.like.dropout
-        return found | (_NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng)))
+        if dropout is None:
+            return found | _NOT_DROPPED
+        return found | self.drawn | _drawn(dropout if rng is None else dropout.drawn_by(rng))
+
+    @functools.cached_property
+    def drawn(self) -> dict[str, object]:
+        """Where rows and heads are counted in a larger call (`Dropout.part`)."""
+        dropout = self.like.dropout
+        if dropout is None or (rows := dropout.rows(self.device)) is None:
+            return {}
+        first, every = dropout.heads(self.heads)
+        return {"drawn": pad(rows, (0, -len(rows) % MOST_ROWS)).to(torch.int32), "every": every, "first_head": first}
 
     def run(self, function: Callable, config: configs.Config, mask: str, operands: Mapping[str, Tensor], **more: object) -> Callable:
         """What launches the kernel for tensors that lie as these do."""
@@ -309,71 +331,6 @@ class Bound:
         return Kernel(function, given, self.dtypes, config, aligned)
 
 
-class Backward:
-    """The gradients of a bound call."""
-
-    def __init__(self, bound: Bound) -> None:
-        self.bound, self.dkdv, self.dq = bound, bound.config_of("dkdv"), bound.config_of("dq")
-        self.keys = Visible(bound.like, bound.device, self.dkdv, by_keys=True)
-        self.queries = Visible(bound.like, bound.device, self.dq)
-
-    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
-        """See `Bound.backward`."""
-        bound, call = self.bound, self.bound.like
-        bias, slopes, sink, rng, *packed = extras
-        d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
-        o = o if o.stride(-1) == 1 else o.contiguous()
-        check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
-        d_q, d_k, d_v = (torch.empty_like(gradient_like(x), device=x.device) for x in (q, k, v))
-        delta = torch.empty_like(lse)
-        sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta, "sink": sink}
-        pairs = bound.batch * bound.heads
-        m_tiles = -(-call.seqlen_q // ROWS)
-        with on(bound.device):
-            if pairs * m_tiles:
-                operands = {"o": o, "d_o": d_o}
-                run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None, **bound.widths)
-                d_lse = None if d_lse is None else d_lse.float().contiguous()
-                run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
-            n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
-            if pairs * n_tiles:
-                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_k": d_k, "d_v": d_v}
-                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
-                programs = n_tiles * (pairs // call.group)
-                bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(programs, arguments)
-                bound.run(repair.repair_columns, self.dkdv, self.keys.kind, operands, **bound.widths)(programs, arguments)
-            m_tiles = -(-call.seqlen_q // self.dq.tile_m)
-            if pairs * m_tiles:
-                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_q": d_q}
-                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
-                bound.run(backward.dq, self.dq, self.queries.kind, operands)(m_tiles * pairs, arguments)
-                bound.repair_rows(self.dq, self.queries, {"q": q, "k": k, "v": v, "d_o": d_o, "x": d_q}, arguments, m_tiles)
-            d_bias = self.of_bias(q, k, v, d_o, sizes, extras) if bias_grad else None
-        d_sink = None if sink is None else _of_sink(sink, lse, delta)
-        return d_q, d_k, d_v, d_bias, d_sink
-
-    def of_bias(self, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, sizes: Mapping, extras: tuple[Tensor | None, ...]) -> Tensor:
-        """dBias, shaped as the bias, from what the others take, LSE and delta in `sizes` among it."""
-        bound, (bias, slopes, _, rng, *packed) = self.bound, extras
-        d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        each = {"EACH_BATCH": bias.shape[0] > 1, "EACH_HEAD": bias.shape[1] > 1, "EACH_ROW": bias.shape[2] > 1}
-        m_tiles, n_tiles = -(-bound.like.seqlen_q // self.dq.tile_m), -(-bound.like.seqlen_k // self.dq.tile_n)
-        programs = n_tiles * (m_tiles if each["EACH_ROW"] else 1) * bias.shape[0] * bias.shape[1]
-        if programs:
-            operands = {"q": q, "k": k, "v": v, "d_o": d_o}
-            more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
-            arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])
-            bound.run(bias_kernels.dbias, self.dq, self.queries.kind, operands, **each)(programs, arguments)
-        return d_bias
-
-
-def _of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink's probability is exp(sink - LSE), and dS = P (dP - delta) of a dP of 0; a row that nothing reaches, its sink included, gives 0."""
-    p = torch.exp(sink.float()[:, None] - lse)
-    d_s = torch.where(lse == -math.inf, 0.0, p * delta)
-    return d_s.sum((0, 2)).neg_().to(sink.dtype)
-
-
 def _flags(call: Call) -> dict[str, object]:
     """The constants that say what becomes of scores."""
     flags = {"SOFTCAP": call.softcap > 0.0, "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
@@ -381,9 +338,12 @@ def _flags(call: Call) -> dict[str, object]:
         "MODIFIED": any(flags.values()) or call.scale <= 0.0,  # a plain score is scaled in the exponent, where 0 * -inf is NaN
         "DIAGONALS": call.diagonal is not None,
         "DROPOUT": call.dropout is not None,
+        "PARTED": call.dropout is not None and call.dropout.part is not None,
         "GROUP": call.group,
         "EIGHT": False,
         "V_EIGHT": False,
+        "K_TOKENS": False,
+        "V_TOKENS": False,
     }
 
 

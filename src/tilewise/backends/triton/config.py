@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tilewise.backends.eight_bits import INT8, RECIPES
+from tilewise.backends.eight_bits import E4M3, RECIPES
 from tilewise.backends.triton.targets import Target
 from tilewise.problem import Call
 
@@ -279,8 +279,8 @@ def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, h
 
 def config_of_call(target: Target, purpose: str, call: Call, weight: Weight) -> Config:
     """Likewise, of a call's pass; of int8 a forward pass has its own."""
-    integers = call.precision is not None and RECIPES[call.precision].qk == INT8
-    dtype = torch.int8 if integers and purpose == "forward" else call.q.dtype
+    kind = call.q.dtype if call.precision is None else RECIPES[call.precision].qk
+    dtype = torch.float16 if kind == E4M3 else kind if purpose == "forward" else call.q.dtype
     return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight)
 
 

@@ -1,11 +1,12 @@
 """What becomes of q, k and v before the forward pass multiplies them in 8 bits: five small kernels, which read nothing on the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tilewise.backends.eight_bits import E4M3, INT8, MOST, RECIPES, TILE, counted
+from tilewise.backends.eight_bits import E4M3, INT8, MOST, RECIPES, TILE, counted, spread
 from tilewise.backends.tables import documents
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.kernels import eight_bits as kernels
@@ -40,8 +41,7 @@ class Quantiser:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Of a head_dim that is less than products of int8 take: `config.Parts` of one that they do."""
-        return {"DIM": LEAST_DIM, "DIM_B": 0, "CUT": self.width} if self.width < LEAST_DIM else {}
+        return parts(self.width)
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -74,9 +74,9 @@ class Quantiser:
         return Kernel(function, given, tuple(dtypes.items()), EXACT, aligned)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, run: Callable
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Sequence[Tensor | None], run: Callable
     ) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The forward pass's operands and its other arguments. run: launches a kernel by its name, as `Bound.small` does."""
+        """The forward pass's operands and its other arguments. packed: cu_seqlens; run: launches a kernel by its name, as `Bound.small` does."""
         call, fp32, device = self.call, torch.float32, q.device
         batch, heads, heads_k, m, n = call.batch, call.heads_q, call.heads_k, call.seqlen_q, call.seqlen_k
         n_tiles, stride = -(-n // TILE), max(configs.LEAST_DIM, self.width)
@@ -86,7 +86,7 @@ class Quantiser:
 
         keys: dict[str, object] = {"tokens": self.tokens, "seqlen_k": n, "heads": heads_k, "n_tiles": n_tiles}
         if self.unread:
-            keys["cu_k"] = cu_k = documents.on_device(cu_seqlens_k, device)
+            keys["cu_k"] = cu_k = documents.on_device(packed[1], device)
             keys["documents"] = cu_k.shape[0] - 1
         pairs = batch * heads_k
         q8, k8 = new(batch, heads, m, stride, dtype=self.held), new(batch, heads_k, n, stride, dtype=self.held)
@@ -122,3 +122,69 @@ class Quantiser:
 
 
 VALUES = "largest_values", "quantise_v"
+
+
+class Given:
+    """Of calls like one whose tensors are in 8 bits: e4m3 is held in fp16, and scales are spread out. It has what `Quantiser` has."""
+
+    def __init__(self, call: Call, tile_n: int, scales: tuple[str, str, str] | None) -> None:
+        self.call, self.tile_n, self.width, self.v_width = call, tile_n, call.head_dim, configs.power(call.head_dim_v)
+        self.held, self.values, self.tokens = held(call.q.dtype), call.v.dtype == E4M3, scales is not None and scales[1] == "token"
+        self.v_tokens = self.values and scales is not None and scales[2] in ("token", "tile")
+
+    @property
+    def flags(self) -> dict[str, object]:
+        return {"EIGHT": True, "V_EIGHT": self.values, "K_TOKENS": self.tokens, "V_TOKENS": self.v_tokens}
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return parts(self.width)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        o = self.call.out_dtype or self.call.q.dtype
+        return {"q": self.held, "k": self.held, "v": held(self.call.v.dtype), "o": o, "x": o}
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, packed: Sequence[Tensor | None], run: Callable
+    ) -> tuple[dict[str, Tensor], dict[str, object]]:
+        call, (_, _, q_scale, k_scale, v_scale) = self.call, packed
+        batch, heads_k, n_tiles = call.batch, call.heads_k, -(-call.seqlen_k // TILE)
+        one = torch.ones((), dtype=torch.float32, device=q.device)
+
+        def spread_to(scale: Tensor | None, heads: int, places: int) -> Tensor:
+            scale = one if scale is None else scale
+            shaped = scale if scale.dim() == 3 else scale[..., None] if scale.dim() == 2 else scale[None, None, None]
+            return shaped.expand(batch, heads, places).contiguous()
+
+        of_rows = spread_to(q_scale, call.heads_q, call.seqlen_q) * call.scale
+        of_tiles = spread_to(None if self.tokens else k_scale, heads_k, n_tiles)
+        found: dict[str, object] = {
+            "row_factor": of_rows,
+            "row_shift": torch.zeros_like(of_rows),
+            "k_scale": of_tiles,
+            "k_whole": of_tiles.repeat_interleave(TILE // self.tile_n, 2),
+            "k_lost": spread_to(k_scale if self.tokens else torch.zeros_like(one), heads_k, call.seqlen_k),
+        }
+        if self.values:
+            found["v_scale"] = of_v = spread_to(None if self.v_tokens else v_scale, heads_k, self.v_width)
+            found["v_centre"] = torch.zeros_like(of_v)
+        if self.v_tokens:
+            of_v = spread(v_scale, call.seqlen_k).expand(batch, heads_k, call.seqlen_k)
+            of_v = torch.where(of_v.isfinite(), of_v, torch.nan)
+            padded = pad(of_v.abs().nan_to_num(0.0), (0, -call.seqlen_k % TILE)).unflatten(2, (-1, TILE)).amax(3)
+            found["v_units"] = units = torch.where(padded == 0.0, 1.0, padded)
+            found["v_weights"] = of_v / spread(units, call.seqlen_k)
+        return {name: x.to(held(x.dtype)) for name, x in (("q", q), ("k", k), ("v", v))}, found
+
+
+def held(dtype: torch.dtype) -> torch.dtype:
+    """What the forward pass multiplies."""
+    return torch.float16 if dtype == E4M3 else dtype
+
+
+def parts(width: int) -> dict[str, int]:
+    """`config.Parts` of which each is enough for a product of int8."""
+    first, second, _ = configs.parts(width)
+    first, second = max(first, LEAST_DIM), max(second, LEAST_DIM) if second else 0
+    return {"DIM": first, "DIM_B": second, "CUT": (width - first) % second if second else width % first}

@@ -238,18 +238,29 @@ def in_fp32(x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def scales_of(at, pair_k, rows, seqlen_q, seqlen_k, row_factor, row_shift, k_scale, k_whole, k_lost, TILE_N: tl.constexpr):
-    """What `scaled` takes: a factor and a shift for each row, and where a key head's scales are. at: of the head's first row."""
+def scales_of(
+    at, pair_k, rows, seqlen_q, seqlen_k, row_factor, row_shift, k_scale, k_whole, k_lost, v_weights, v_units,
+    V_TOKENS: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """What a tile is scaled by: a factor and a shift for each row, and where a key head's scales are. at: of the head's first row."""
     exists, n_tiles = rows < seqlen_q, pair_k * ((seqlen_k + TILE - 1) // TILE)
     factor, shift = tl.load(row_factor + at + rows, mask=exists, other=0.0), tl.load(row_shift + at + rows, mask=exists, other=0.0)
-    return factor, shift, k_scale + n_tiles, k_whole + n_tiles * (TILE // TILE_N), k_lost + pair_k * seqlen_k
+    of_k = k_scale + n_tiles, k_whole + n_tiles * (TILE // TILE_N), k_lost + pair_k * seqlen_k
+    if V_TOKENS:
+        v_weights += pair_k * seqlen_k
+        v_units += n_tiles
+    return factor, shift, of_k, v_weights, v_units
 
 
 @triton.jit
-def scaled(x, n, keys, seqlen_k, scales, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, TILE_N: tl.constexpr):
-    """Scores of sums x, of the tile of keys from n on; the shift is a term of theirs where there is a softcap."""
-    factor, shift, k_scale, k_whole, k_lost = scales
-    if MASKED:
+def scaled(x, n, keys, seqlen_k, scales, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, TILE_N: tl.constexpr, K_TOKENS: tl.constexpr):
+    """Scores of sums x, of the tile of keys from n on; the shift is a term of theirs where there is a softcap. K_TOKENS: `k_lost` has each key's
+    scale.
+    """
+    factor, shift, (k_scale, k_whole, k_lost) = scales[0], scales[1], scales[2]
+    if K_TOKENS:
+        x = x * factor[:, None] * tl.load(k_lost + keys, mask=keys < seqlen_k, other=0.0)[None, :]
+    elif MASKED:
         x = x * (factor * tl.load(k_scale + n // TILE))[:, None]
         x += tl.load(k_lost + keys, mask=keys < seqlen_k, other=0.0)[None, :]
     else:
@@ -257,6 +268,13 @@ def scaled(x, n, keys, seqlen_k, scales, MASKED: tl.constexpr, SOFTCAP: tl.const
     if SOFTCAP:
         x += shift[:, None]
     return x
+
+
+@triton.jit
+def weighed(p, keys, seqlen_k, v_weights, sees, MASKED: tl.constexpr):
+    """P times each key's scale of V over the largest of its tile; hidden keys, whose scale may be NaN, have 0."""
+    p = p * tl.load(v_weights + keys, mask=keys < seqlen_k, other=0.0)[None, :]
+    return tl.where(sees, p, 0.0) if MASKED else p
 
 
 @triton.jit
