@@ -30,7 +30,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     mask: str = "band"
-    # Or "scores", with all that changes them, a bias but not; "bias"; "dropout", "part" of that; "largest" scores; a recipe in 8 bits, or "given"; several with +
+    # Or "scores", with all that changes them, a bias but not; "bias"; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
+    # several with +.
     feature: str = "plain"
     aligned: bool = True
     chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)

@@ -63,6 +63,23 @@ def holds_with_rotary(case: DecodeCase, half: int, interleaved: bool, dtype: tor
     assert all(map(torch.equal, decoded(given), decoded(turned)))
 
 
+def reads_a_prefix_once(case: DecodeCase, scales: tuple[str | None, str | None] | None = None) -> None:
+    """As if each sequence read it; unused tokens of the others may be anything there."""
+    from tilewise.backends.triton import prefix
+
+    given = exact = decode_problems.made(case)
+    if scales is not None:
+        given, exact = with_eight_bits(given, (torch.float8_e4m3fn, torch.int8), scales)
+    with mock.patch.object(prefix, "LEAST_SAVED", 1):
+        assert prefix.pays(given)
+        o, lse = decoded(given)
+        held(exact, o, lse)
+        bound = Triton().bind_decode(given)
+        assert isinstance(bound, prefix.Prefixed)
+        for call in (given, replace(given, q=given.q.flip(-1).contiguous(), seqlens=given.seqlens // 2)):  # for other tensors
+            assert all(map(torch.equal, bound(call.tensors, call.seqlens), decoded(call)))
+
+
 def keeps_what_some_see_from_others(case: DecodeCase, number: float) -> None:
     """NaN or inf among the last tokens' values reaches the queries that see them, and no others."""
     call = decode_problems.made(case)
