@@ -49,14 +49,10 @@ class Quantiser:
         call = self.call
         return {"q": self.held, "k": self.held, "v": torch.float16 if self.values else call.v.dtype, "o": call.q.dtype, "x": call.q.dtype}
 
-    def kernels(self) -> dict[str, Kernel]:
-        """Its kernels, for tensors that lie at multiples of 16 bytes."""
-        return {name: self.kernel(name, True) for name in ("centres", "quantise_q", "quantise_k", *VALUES[: 2 * self.values])}
-
     def kernel(self, name: str, aligned: bool, of_values: bool = False) -> Kernel:
         """of_values: where centres are V's."""
         call, width = self.call, self.v_width if of_values or name in VALUES else self.width
-        rows = max(1, NUMBERS // width)
+        rows = rows_of(width)
         constants = {
             "ENDS": self.unread,
             "GROUP": call.group,
@@ -66,7 +62,7 @@ class Quantiser:
             "SLICES": SLICES,
             "MOST_OF": self.most,
             "TILE_N": self.tile_n,
-            "ROWS": min(rows, self.tile_n) if name == "quantise_k" else min(rows, TILE),
+            "ROWS": min(rows, self.tile_n) if name == "quantise_k" else rows,
         }
         function = getattr(kernels, name)
         given = tuple((each, constants[each]) for each in function.arg_names if each in constants)
@@ -100,9 +96,7 @@ class Quantiser:
         k_centre = new(pairs, self.width)
         blocks = -(-self.width // BLOCK)
         run("centres", pairs * blocks, {"x": k}, keys | {"centre": k_centre})
-        of_q = self.kernel("quantise_q", True)
-        rows = dict(of_q.constants)["ROWS"]
-        m_tiles = -(-m // rows)
+        m_tiles = -(-m // rows_of(self.width))
         more = self.numbers | {"seqlen_q": m, "heads": heads, "m_tiles": m_tiles, "q8": q8, "q8_row": stride, "k_centre": k_centre}
         run("quantise_q", m_tiles * batch * heads, {"q": q}, more | found)
         run("quantise_k", n_tiles * pairs, {"k": k}, keys | found | {"k8": k8, "k8_row": stride, "k_centre": k_centre})
@@ -115,7 +109,7 @@ class Quantiser:
             given = keys | found | {"centre": v_centre, "largest": largest, "v8": v8, "v8_row": columns}
             run("centres", pairs * -(-self.v_width // BLOCK), {"x": v}, given, True)
             run("largest_values", pairs * SLICES, {"v": v}, given)
-            tiles = -(-max(n, 1) // min(TILE, NUMBERS // self.v_width))
+            tiles = max(-(-n // rows_of(self.v_width)), 1)  # without keys too, for the scales
             run("quantise_v", pairs * tiles, {"v": v}, given | {"n_tiles": tiles})
             operands["v"] = v8.transpose(1, 2)
         return operands, found
@@ -176,6 +170,11 @@ class Given:
             found["v_units"] = units = torch.where(padded == 0.0, 1.0, padded)
             found["v_weights"] = of_v / spread(units, call.seqlen_k)
         return {name: x.to(held(x.dtype)) for name, x in (("q", q), ("k", k), ("v", v))}, found
+
+
+def rows_of(width: int) -> int:
+    """Of a program's tile of so many columns."""
+    return min(NUMBERS // width, TILE)
 
 
 def held(dtype: torch.dtype) -> torch.dtype:
