@@ -4,13 +4,15 @@ became of it: products of fragments, asynchronous copies, what is shared.
 
 from functools import partial
 
+import decode_problems
 import pytest
 import torch
+from decode_problems import DecodeCase
 from eight_bits_problems import Quantised, held, made
 from emulator import triton as emulated
 
 from tests.shared.sampled import some
-from tilewise.backends.triton import Triton, bound, targets
+from tilewise.backends.triton import Triton, bound, decode, prefix, targets
 from tilewise.masks import Causal, ChunkedCausal, Documents, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case
@@ -66,6 +68,15 @@ def test_eight_bits(case, ampere):
     if not case.way.startswith("given"):
         call.k[0, -3, 0, 2] = torch.inf  # which some rows see
     held(call, *Triton().forward(call))
+
+
+def test_a_prefix_that_is_read_once(ampere, monkeypatch):
+    ampere("lazy")
+    for name in ("launcher", "of_device", "interpreted"):
+        monkeypatch.setattr(decode, name, getattr(bound, name))
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = decode_problems.made(DecodeCase(lengths=(100, 90, 60), queries=(2, 0, 3), prefix=64, page=16))
+    decode_problems.held(call, *Triton().decode(call))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.id)

@@ -8,7 +8,7 @@ import append_problems
 import torch
 import triton
 import triton.language as tl
-from eight_bits_problems import Quantised, held, made
+from eight_bits_problems import Quantised, held, made, spoil, with_numbers_that_are_not_finite
 
 import tilewise as tw
 from tilewise.backends import eight_bits
@@ -16,7 +16,6 @@ from tilewise.backends.triton import Triton
 from tilewise.backends.triton.bound import Bound
 from tilewise.backends.triton.kernels import eight_bits as kernels
 from tilewise.masks import Documents, Unread
-from tilewise.problem import Call
 from tilewise.testing import poison
 
 
@@ -24,7 +23,7 @@ def holds(case: Quantised, changes: Mapping[str, object] | None = None, spoiled:
     """As the emulation, written to memory that was NaN, the same bits twice. spoiled: numbers of all operands are not finite."""
     call = replace(made(case), **changes or {})
     if spoiled:
-        call = with_bad_numbers(call)
+        call = with_numbers_that_are_not_finite(call)
     results = []
     for _ in range(2):
         with poison.memory():
@@ -65,22 +64,12 @@ def holds_for_scales_of_any_size_and_sign(way: str) -> None:
     assert 0 < o.isnan().any(-1).any(-1).sum() < 60 and lse.isnan().any()
 
 
-def with_bad_numbers(call: Call) -> Call:
-    tensors = {name: getattr(call, name).clone() for name in "qkv"}
-    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -25, 6, math.inf)
-    for name, token, channel, number in bad:
-        tensors[name][0, token, 0, channel] = number
-    return replace(call, **tensors)
-
-
 def quantises_to_the_bit(case: Quantised, spoiled: bool) -> None:
     """The quantiser gives the contract's numbers, scales and centres; e4m3 in fp16."""
     call = made(case)
     call.k[:, -9:] = 0.0
     if spoiled:
-        call.q[0, 3, 0, 1], call.k[0, 7, 0, 3], call.v[0, 9, 0, 1] = math.inf, math.nan, -math.inf
-        call.q[0, 4], call.v[..., 2] = 0.0, 5.0
-        call.q[0, 2, 0, :2] = torch.finfo(call.q.dtype).max  # whose sum is beyond fp32, from bf16
+        spoil(call)
     bound = Bound(call)
     with poison.memory():
         operands, scales = bound.quantiser(call.q, call.k, call.v, None, bound.small)
