@@ -300,9 +300,9 @@ class Bound:
             return found | _NOT_DROPPED
         return found | self.drawn | _drawn(dropout if rng is None else dropout.drawn_by(rng))
 
-    @functools.cached_property
+    @property
     def drawn(self) -> dict[str, object]:
-        """Where rows and heads are counted in a larger call (`Dropout.part`)."""
+        """Where rows and heads are counted in a larger call (`Dropout.part`), made by the current stream each time."""
         dropout = self.like.dropout
         if dropout is None or (rows := dropout.rows(self.device)) is None:
             return {}
