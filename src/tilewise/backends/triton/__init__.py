@@ -66,9 +66,9 @@ class Triton(Backend):
 
     def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
         """What computes calls like this one, by split-KV."""
-        from tilewise.backends.triton import decode
+        from tilewise.backends.triton import prefix
 
-        return decode.bind(call)
+        return prefix.bind(call)
 
     def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
         """What writes calls like this one."""

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,10 +14,12 @@ from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import tables
 from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.eight_bits import Given, Quantiser
+from tilewise.backends.triton.gradients import Gradients
 from tilewise.backends.triton.kernels import backward, forward, repair
 from tilewise.backends.triton.kernels import documents as document_kernels
-from tilewise.backends.triton.launch import Kernel, interpreted, launcher
+from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Mask, Unread
@@ -29,8 +30,6 @@ ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
 MOST_ROWS = 512  # of any program's tile
-ROWS = 128  # of a program of the small kernels
-SMALL = configs.Config(ROWS, ROWS, 4, 1)  # of those
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
 
@@ -150,7 +149,7 @@ class Bound:
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
         self.visible = Visible(call, self.device, self.config)
-        self.back: Callable | None = None
+        self.back: Gradients | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
     def config_of(self, purpose: str) -> configs.Config:
@@ -275,9 +274,8 @@ class Bound:
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
-            from tilewise.backends.triton.gradients import Gradients
-
-            self.back = Gradients(self)
+            keys = Visible(self.like, self.device, self.config_of("dkdv"), by_keys=True)
+            self.back = Gradients(self, keys, Visible(self.like, self.device, self.config_of("dq")))
         return self.back(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
 
     def arguments(
@@ -368,8 +366,3 @@ def wide(x: Tensor) -> bool:
 
 def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def on(device: torch.device):
-    """The device is the current one within."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

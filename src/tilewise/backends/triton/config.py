@@ -23,6 +23,10 @@ class Config(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
 
 
+ROWS = 128  # of a program of the small kernels
+SMALL = Config(ROWS, ROWS, 4, 1)  # of those
+
+
 class Parts(NamedTuple):
     """A head_dim as tiles of powers of two: `first` and, where padding one tile would cost more than an eighth, `second`."""
 

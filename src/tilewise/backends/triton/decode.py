@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from tilewise.backends import BoundDecode
 from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.bound import ALIGNED, PARTS, on, wide
@@ -50,15 +49,6 @@ def why_not(call: DecodeCall) -> list[str]:
     if not reasons and call.split is not None and (size := Shares(call).bytes) > MOST_BYTES:
         reasons.append(f"with a split of {call.split} keys it would keep {size >> 20} MB of parts, more than {MOST_BYTES >> 20}")
     return reasons
-
-
-def bind(call: DecodeCall) -> BoundDecode | None:
-    """As `Backend.bind_decode`."""
-    from tilewise.backends.triton import prefix
-
-    if why_not(call):
-        return None
-    return prefix.Prefixed(call) if prefix.pays(call) else Decoder(call)
 
 
 class Shares:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton.bound import ROWS, SMALL, Bound, Visible, on
+from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.kernels import backward, repair
 from tilewise.backends.triton.kernels import bias as bias_kernels
+from tilewise.backends.triton.launch import on
 from tilewise.errors import check_memory
 from tilewise.problem import gradient_like
 
@@ -16,10 +17,10 @@ from tilewise.problem import gradient_like
 class Gradients:
     """The gradients of a bound call."""
 
-    def __init__(self, bound: Bound) -> None:
+    def __init__(self, bound, keys, queries) -> None:
+        """bound: `bound.Bound`; keys, queries: its `bound.Visible` of dkdv's tiles, by keys, and of dq's."""
         self.bound, self.dkdv, self.dq = bound, bound.config_of("dkdv"), bound.config_of("dq")
-        self.keys = Visible(bound.like, bound.device, self.dkdv, by_keys=True)
-        self.queries = Visible(bound.like, bound.device, self.dq)
+        self.keys, self.queries = keys, queries
 
     def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
         """See `Bound.backward`."""

@@ -6,6 +6,7 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,3 +92,8 @@ def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, obje
 
 def _of(arguments: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in arguments.items() if name in names}
+
+
+def on(device: torch.device):
+    """The device is the current one within."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,16 +1,24 @@
-"""A prefix that all sequences have: its keys are read once, for the rows of all of them, as one more part of each row's keys."""
+"""What computes a call of decode; a prefix that all sequences have is read once, for the rows of all of them, as one more part of their keys."""
 
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tilewise.backends import BoundDecode
 from tilewise.backends.tables.window import FAR, window_of
-from tilewise.backends.triton.decode import Decoder, Shares
+from tilewise.backends.triton.decode import Decoder, Shares, why_not
 from tilewise.masks import Full
 from tilewise.problem import DecodeCall
 
 LEAST_SAVED = 64 << 20  # bytes that need not be read again: about what the launches of this way take; predicted, not measured
+
+
+def bind(call: DecodeCall) -> BoundDecode | None:
+    """As `Backend.bind_decode`."""
+    if why_not(call):
+        return None
+    return Prefixed(call) if pays(call) else Decoder(call)
 
 
 def pays(call: DecodeCall) -> bool:
