@@ -45,35 +45,44 @@ RAN = {"sm_90": "tests and bench"}  # of the others nobody has sent anything in
 
 
 class Rates(NamedTuple):
-    """Of one card, from its maker's data sheet: dense bf16 with sums in fp32, multiprocessors (or compute units), boost clock, fp32 lanes of one."""
+    """Of one card, from its maker's data sheet: dense bf16 with sums in fp32, dense int8, multiprocessors (or compute units), boost clock, fp32 lanes
+    of one.
+    """
 
     tflops: float
+    tops: float
     units: int
     ghz: float
     lanes: int
 
 
 RATES = {
-    "sm_80": ("A100", Rates(312, 108, 1.41, 64)),
-    "sm_86": ("RTX 3090", Rates(71, 82, 1.695, 128)),
-    "sm_89": ("RTX 4090", Rates(165, 128, 2.52, 128)),
-    "sm_90": ("H100", Rates(989, 132, 1.83, 128)),
-    "sm_100": ("B200", Rates(2250, 148, 1.85, 128)),
-    "sm_120": ("RTX 5090", Rates(209.5, 170, 2.41, 128)),
-    "gfx90a": ("MI210", Rates(181, 104, 1.7, 64)),
-    "gfx942": ("MI300X", Rates(1307, 304, 2.1, 128)),
-    "gfx1100": ("RX 7900 XTX", Rates(123, 96, 2.5, 64)),
-    "gfx1201": ("RX 9070 XT", Rates(195, 64, 2.97, 64)),
+    "sm_80": ("A100", Rates(312, 624, 108, 1.41, 64)),
+    "sm_86": ("RTX 3090", Rates(71, 284, 82, 1.695, 128)),
+    "sm_89": ("RTX 4090", Rates(165, 661, 128, 2.52, 128)),
+    "sm_90": ("H100", Rates(989, 1979, 132, 1.83, 128)),
+    "sm_100": ("B200", Rates(2250, 4500, 148, 1.85, 128)),
+    "sm_120": ("RTX 5090", Rates(209.5, 838, 170, 2.41, 128)),
+    "gfx90a": ("MI210", Rates(181, 181, 104, 1.7, 64)),
+    "gfx942": ("MI300X", Rates(1307, 2615, 304, 2.1, 128)),
+    "gfx1100": ("RX 7900 XTX", Rates(123, 123, 96, 2.5, 64)),
+    "gfx1201": ("RX 9070 XT", Rates(195, 389, 64, 2.97, 64)),
 }
 EXPONENTIALS = 16  # a clock of each unit
 OTHERS = 6  # fp32 instructions for each score of the forward kernel: scaling, maximum, sum, rounding
+SCALED = 2  # more for sums of int8: from integer to fp32, and the scale
 HEAD_DIM = 128
 
 
-def predicted(rates: Rates) -> float:
-    """TFLOP/s of a long forward pass of head_dim 128 in which products, exponentials and the rest follow each other and nothing waits for memory."""
-    products = 4 * HEAD_DIM / (1e3 * rates.tflops / rates.units / rates.ghz)  # clocks for each score
-    return rates.tflops * products / (products + 1 / EXPONENTIALS + OTHERS / rates.lanes)
+def predicted(rates: Rates, integers: bool = False) -> float:
+    """TFLOP/s of a long forward pass of head_dim 128 in which products, exponentials and the rest follow each other and nothing waits for memory.
+    integers: with precision="int8_qk", without the quantiser.
+    """
+    whole = products = 4 * HEAD_DIM / (1e3 * rates.tflops / rates.units / rates.ghz)  # clocks for each score
+    others = OTHERS
+    if integers:
+        products, others = (1 + rates.tflops / rates.tops) / 2 * whole, OTHERS + SCALED
+    return rates.tflops * whole / (products + 1 / EXPONENTIALS + others / rates.lanes)
 
 
 @cache
@@ -100,14 +109,25 @@ def save(table: dict) -> None:
 
 def cards(table: dict) -> str:
     """A line for each card: what its forward kernel takes, and whether anything was run there."""
-    titles = "card", "architecture", "family", "run", "shared memory of a block", "registers", "stack", "predicted TFLOP/s"
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|"]
+    titles = (
+        "card",
+        "architecture",
+        "family",
+        "run",
+        "shared memory of a block",
+        "registers",
+        "stack",
+        "predicted TFLOP/s",
+        "with `int8_qk`",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
     for arch, card in CARDS.items():
         facts, target = table[triton_inventory.Case(arch, "forward").name]["facts"], Target(arch)
         cells = card, arch, target.family, RAN.get(arch, "compiles, not run"), f"{target.shared_bytes >> 10} KiB"
         name, rates = RATES.get(arch, ("", None))
         told = f"{predicted(rates):.0f} ({name})" if rates else ""
-        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} | {told} |")
+        eight = f"{predicted(rates, integers=True):.0f}" if rates else ""
+        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} | {told} | {eight} |")
     return "\n".join(lines)
 
 

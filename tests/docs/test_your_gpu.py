@@ -34,5 +34,5 @@ def test_a_card(tool):
     table = tool.triton_facts.rows()
     lines = tool.cards(table).splitlines()
     facts = table["sm_80 forward bfloat16 128 band plain"]["facts"]
-    assert lines[2] == f"| A100 | sm_80 | sm80 | compiles, not run | 163 KiB | {facts['registers']} | {facts['stack']} | 192 (A100) |"
+    assert lines[2] == f"| A100 | sm_80 | sm80 | compiles, not run | 163 KiB | {facts['registers']} | {facts['stack']} | 192 (A100) | 208 |"
     assert "| tests and bench |" in next(line for line in lines if "| sm_90 |" in line)

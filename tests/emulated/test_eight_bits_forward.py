@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eight_bits_problems import E4M3, Quantised, held, made
+from eight_bits_problems import E4M3, Quantised, held, made, spoil, with_numbers_that_are_not_finite
 from emulator.backend import NEEDED, Emulated
 from emulator.machine import PACES
 
@@ -259,15 +259,7 @@ SPOILED = [
 @pytest.mark.parametrize("case", [SPOILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SPOILED[1:])], ids=str)
 def test_numbers_that_are_not_finite(case):
     """They reach the rows that see them, and no others: as NaN, but for infinities of V in 16 bits."""
-    call = made(case)
-    tensors = {name: getattr(call, name).clone() for name in "qkv"}
-    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -25, 6, math.inf)
-    for name, token, channel, number in bad:
-        x = tensors[name]
-        if x.dtype == E4M3:
-            x, number = x.view(torch.uint8), 0x7F
-        x[0, token, 0, channel] = number
-    call = replace(call, **tensors)
+    call = with_numbers_that_are_not_finite(made(case))
     o, lse = run(call)
     held(call, o, lse)
     assert o.isinf().any() == (case.way == "int8_qk" and case.mask != Full())
@@ -340,9 +332,7 @@ def test_the_quantiser_gives_the_contracts_bits(case, spoiled):
     call = made(case)
     call.k[:, -9:] = 0.0
     if spoiled:
-        call.q[0, 3, 0, 1], call.k[0, 7, 0, 3], call.v[0, 9, 0, 1] = math.inf, math.nan, -math.inf
-        call.q[0, 4], call.v[..., 2] = 0.0, 5.0
-        call.q[0, 2, 0, :2] = torch.finfo(call.q.dtype).max  # whose sum is beyond fp32, from bf16
+        spoil(call)
     found, scales, factor = operands_of(call)
     want = arithmetic.operands_of(call)
     assert torch.equal(found.Q, want.q.view(torch.int8)) and torch.equal(found.K, want.k.view(torch.int8))

@@ -210,6 +210,33 @@ def test_blocks_add_to_one_number():
     assert run("\tred.relaxed.gpu.global.add.s32 [%rd1], 1;\n\tret;\n}\n", threads=64, blocks=5, x=x, end="") == [320]
 
 
+def test_a_product_of_integers():
+    """mma.m16n8k32 by the figures of its fragments (PTX ISA 9.7.14.5.11): four neighbours in a register, the largest sums among them."""
+    body = """
+    mul.lo.s32 %r3, %r2, 48;
+    cvt.u64.u32 %rd4, %r3;
+    add.s64 %rd3, %rd1, %rd4;
+    ld.global.v4.b32 {%r4, %r5, %r6, %r7}, [%rd3];
+    ld.global.v2.b32 {%r8, %r9}, [%rd3+16];
+    ld.global.v4.b32 {%r10, %r11, %r12, %r13}, [%rd3+32];
+    mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32 {%r14, %r15, %r16, %r17}, {%r4, %r5, %r6, %r7}, {%r8, %r9}, {%r10, %r11, %r12, %r13};
+    st.global.v4.b32 [%rd3], {%r14, %r15, %r16, %r17};
+    """
+    source = np.random.default_rng(0)
+    a, b = source.integers(-128, 128, (16, 32), np.int8), source.integers(-128, 128, (32, 8), np.int8)
+    a[3], b[:, 5] = -128, -128
+    c = source.integers(-(1 << 30), 1 << 30, (16, 8), np.int32)
+    lane, i = np.arange(32)[:, None], np.arange(4)[None, :]
+    row, quad, number = lane // 4, lane % 4, np.arange(4)
+    of_a = a[(row + 8 * (i % 2))[..., None], (16 * (i // 2) + 4 * quad)[..., None] + number]
+    of_b = b[(16 * i[:, :2] + 4 * quad)[..., None] + number, row[..., None]]
+    at = row + 8 * (i // 2), 2 * quad + i % 2
+    words = [np.ascontiguousarray(x).view(np.int32)[..., 0] for x in (of_a, of_b)]
+    x = torch.from_numpy(np.ascontiguousarray(np.concatenate([*words, np.zeros_like(words[1]), c[at]], axis=1)))
+    run(body, x=x, end="\tret;\n}\n")
+    assert np.array_equal(x[:, :4].numpy(), (a.astype(np.int32) @ b.astype(np.int32) + c)[at])
+
+
 @pytest.mark.parametrize(("operation", "after"), [("relaxed.gpu.global.inc.u32", 320 % 7), ("acq_rel.gpu.global.cas.b32", 6)])
 def test_blocks_count_to_a_number_and_swap_one(operation, after):
     """From 0 to 6 and then from 0 on; 6 in place of 0, once."""

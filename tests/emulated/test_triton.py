@@ -4,11 +4,15 @@ became of it: products of fragments, asynchronous copies, what is shared.
 
 from functools import partial
 
+import decode_problems
 import pytest
+import torch
+from decode_problems import DecodeCase
+from eight_bits_problems import Quantised, held, made
 from emulator import triton as emulated
 
 from tests.shared.sampled import some
-from tilewise.backends.triton import Triton, bound, targets
+from tilewise.backends.triton import Triton, bound, decode, prefix, targets
 from tilewise.masks import Causal, ChunkedCausal, Documents, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case
@@ -24,6 +28,14 @@ CASES = [
     Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp16", **EVERYTHING),
     Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp32"),
     Case(**SIZES, head_dim=32, mask=ChunkedCausal(30), dtype="bf16", bias="bhq", alibi="bh", diagonal=True),
+]
+IN_EIGHT_BITS = [
+    Quantised("int8", 45, 150, mask=Causal(), row_max=True),
+    Quantised("int8_qk", 45, 150, mask=SlidingWindow(40, 3), dims=(96, 72), dtype=torch.float16),
+    Quantised("int8", 20, 70, mask=Documents((0, 3, 20), (0, 40, 70)), dims=(17, 24)),
+    Quantised("fp8", 20, 150, heads=(4, 2), dims=(64, 40), scale=-0.2),
+    Quantised("int8", 10, 40, dims=(288, 64), heads=(1, 1)),
+    Quantised("given int8", 20, 150, per=("token", "token", "token"), dims=(72, 40)),
 ]
 
 
@@ -47,6 +59,30 @@ def ampere(monkeypatch):
 def test_compiled_kernels(case, ampere):
     ampere("lazy")
     conformance.run_case(Triton(), case)
+
+
+@pytest.mark.parametrize("case", some(IN_EIGHT_BITS, 0.4, "Triton's kernels in 8 bits"), ids=str)
+def test_eight_bits(case, ampere):
+    ampere("lazy")
+    call = made(case)
+    if not case.way.startswith("given"):
+        call.k[0, -3, 0, 2] = torch.inf  # which some rows see
+    held(call, *Triton().forward(call))
+
+
+def test_a_prefix_that_is_read_once(ampere, monkeypatch):
+    ampere("lazy")
+    for name in ("launcher", "of_device", "interpreted"):
+        monkeypatch.setattr(decode, name, getattr(bound, name))
+    monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
+    call = decode_problems.made(DecodeCase(lengths=(100, 90, 60), queries=(2, 0, 3), prefix=64, page=16))
+    decode_problems.held(call, *Triton().decode(call))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[6]], ids=lambda case: case.id)
+def test_largest_scores(case, ampere):
+    ampere("eager")
+    conformance.run_row_max(Triton(), case)
 
 
 @pytest.mark.parametrize("run", [conformance.run_hidden, conformance.run_spoiled], ids=lambda run: run.__name__)

@@ -1,5 +1,6 @@
 """Calls in 8 bits for tests of kernels, and what they are held to: the emulation in torch, and its error against fp64."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +59,25 @@ def made(case: Quantised, device: str = "cpu", seed: int = 0) -> Call:
     for name, x, dtype, per in zip("qkv", (q, k, v), (*dtypes, E4M3), case.per, strict=True):
         fields[name], fields[f"{name}_scale"] = eight_bits.quantised(x.float(), dtype, per)
     return replace(call, **fields)
+
+
+def spoil(call: Call) -> None:
+    """In place: numbers that are not finite, a query of 0, a constant channel of V, and a sum that is beyond fp32, from bf16, in query 2."""
+    call.q[0, 3, 0, 1], call.k[0, 7, 0, 3], call.v[0, 9, 0, 1] = math.inf, math.nan, -math.inf
+    call.q[0, 4], call.v[..., 2] = 0.0, 5.0
+    call.q[0, 2, 0, :2] = torch.finfo(call.q.dtype).max
+
+
+def with_numbers_that_are_not_finite(call: Call) -> Call:
+    """In one query, two keys and two values."""
+    tensors = {name: getattr(call, name).clone() for name in "qkv"}
+    bad = ("q", 3, 1, math.inf), ("k", -20, 5, math.nan), ("k", -5, 3, -math.inf), ("v", -30, 5, math.nan), ("v", -25, 6, math.inf)
+    for name, token, channel, number in bad:
+        x = tensors[name]
+        if x.dtype == E4M3:
+            x, number = x.view(torch.uint8), 0x7F
+        x[0, token, 0, channel] = number
+    return replace(call, **tensors)
 
 
 def held(call: Call, o: Tensor, lse: Tensor, row_max: Tensor | None = None) -> None:

@@ -5,15 +5,17 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.kernels import backward, bias, forward, repair
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
-from tilewise.masks import Full
+from tilewise.masks import Full, Part
 from tilewise.problem import Call, Dropout
 
 CLASSES = 64, 128, 192, 256, 512
+EIGHT_BITS = "centres", "quantise_q", "quantise_k", "largest_values", "quantise_v"
 PASSES = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}
 FAMILIES = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"  # one GPU of each
 OTHERS = [arch for arch in COMPILED if arch not in FAMILIES]
@@ -28,7 +30,9 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     mask: str = "band"
-    feature: str = "plain"  # or "scores", with all that changes them, a bias but not; "bias"; "dropout"
+    # Or "scores", with all that changes them, a bias but not; "bias"; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
+    # several with +.
+    feature: str = "plain"
     aligned: bool = True
     chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)
 
@@ -48,9 +52,17 @@ class Case(NamedTuple):
             "scores": {"softcap": 30.0, "alibi_slopes": torch.empty(1, 2, device="cpu"), "sink": torch.empty(2, device="cpu")},
             "bias": {"bias": torch.empty(1, 2, 16, 16, dtype=self.dtype, device="cpu")},
             "dropout": {"dropout": Dropout(0.1, seed=1, offset=0)},
+            "part": {"dropout": Dropout(0.1, seed=1, offset=0, part=Part(Full(), 16, ((0, 16),)))},
+            "largest": {"row_max": True},
+            **{recipe: {"precision": recipe} for recipe in RECIPES},
         }
-        found = bounds.Bound(Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True, **features.get(self.feature, {})))
-        found.target = self.target
+        v = k
+        if self.feature == "given":  # with a scale for each token of all of them
+            q, k, v = q.to(torch.int8), k.to(torch.int8), k.to(torch.float8_e4m3fn)
+            of_k = torch.empty(1, 1, 16, device="cpu")
+            features["given"] = {"q_scale": torch.empty(1, 2, 16, device="cpu"), "k_scale": of_k, "v_scale": of_k, "out_dtype": self.dtype}
+        given = {name: x for word in self.feature.split("+") for name, x in features.get(word, {}).items()}
+        found = bounds.Bound(Call(q=q, k=k, v=v, mask=Full(), scale=1.0, grad=True, **given), target=self.target)
         return found
 
     def built(self) -> Kernel:
@@ -58,13 +70,15 @@ class Case(NamedTuple):
         if self.kernel == "documents":
             return bounds.finding(by_keys=False)
         call = self.bound()
-        sink = {"SINK": self.feature == "scores"}
+        if self.kernel in EIGHT_BITS:
+            return call.quantiser.kernel(self.kernel, self.aligned)
+        sink = {"SINK": "scores" in self.feature}
         function, purpose, more = {
-            "forward": (forward.forward, "forward", sink),
+            "forward": (forward.forward, "forward", sink | call.wanted),
             "dkdv": (backward.dkdv, "dkdv", {}),
             "dq": (backward.dq, "dq", {}),
             "prepare": (backward.prepare, "", {"D_LSE": True, "SINK": True, **call.widths}),
-            "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": True, **sink, **call.widths}),
+            "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": call.quantiser is None, **sink, **call.widths}),
             "repair_columns": (repair.repair_columns, "dkdv", call.widths),
             "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True}),
         }[self.kernel]
@@ -85,6 +99,17 @@ def cases() -> Iterator[Case]:
         for arch in RARE:
             yield Case(arch, name, torch.float16, 96, "varlen")
             yield Case(arch, name, head_dim=40, aligned=False)
+            yield Case(arch, name, feature="part")
+    for arch in FAMILIES:
+        yield from (Case(arch, "forward", head_dim=dim, feature="int8") for dim in CLASSES if arch != "gfx950" or dim < 192)
+        yield from (Case(arch, "forward", feature=feature) for feature in ("int8_qk", "fp8"))
+        yield Case(arch, "forward", mask="tiles", feature="int8+scores")
+    yield from (Case(arch, "forward", feature="int8") for arch in OTHERS)
+    for arch in RARE:
+        yield from (Case(arch, name, feature="int8") for name in (*EIGHT_BITS, "repair_rows"))
+        yield from (Case(arch, name, head_dim=512, feature="int8") for name in EIGHT_BITS)
+        yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
+        yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
     for arch in RARE:
         yield Case(arch, "prepare")
         yield Case(arch, "prepare", head_dim=512)

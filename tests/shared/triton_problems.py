@@ -1,4 +1,4 @@
-"""What is held of the Triton backend's decode and append where its kernels are interpreted (interpreted.py calls these)."""
+"""What is held of the Triton backend's decode, append and dropout where its kernels are interpreted (interpreted.py calls these)."""
 
 import math
 from dataclasses import replace
@@ -17,8 +17,8 @@ from torch import Tensor
 import tilewise as tw
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.targets import Target
-from tilewise.masks import Causal
-from tilewise.problem import Call, DecodeCall
+from tilewise.masks import Causal, Part
+from tilewise.problem import Call, DecodeCall, Dropout
 from tilewise.testing import poison
 
 MOST_WORK = 60_000  # rows times keys of a random call: more are slow to interpret
@@ -96,6 +96,23 @@ def holds_with_rotary(case: DecodeCase, half: int, interleaved: bool, dtype: tor
     """The bits of queries that torch has rotated."""
     given, turned = with_rotary(decode_problems.made(case), half, interleaved, dtype)
     assert all(map(torch.equal, decoded(given), decoded(turned)))
+
+
+def reads_a_prefix_once(case: DecodeCase, scales: tuple[str | None, str | None] | None = None) -> None:
+    """As if each sequence read it; unused tokens of the others may be anything there."""
+    from tilewise.backends.triton import prefix
+
+    given = exact = decode_problems.made(case)
+    if scales is not None:
+        given, exact = with_eight_bits(given, (torch.float8_e4m3fn, torch.int8), scales)
+    with mock.patch.object(prefix, "LEAST_SAVED", 1):
+        assert prefix.pays(given)
+        o, lse = decoded(given)
+        held(exact, o, lse)
+        bound = Triton().bind_decode(given)
+        assert isinstance(bound, prefix.Prefixed)
+        for call in (given, replace(given, q=given.q.flip(-1).contiguous(), seqlens=given.seqlens // 2)):  # for other tensors
+            assert all(map(torch.equal, bound(call.tensors, call.seqlens), decoded(call)))
 
 
 def keeps_what_some_see_from_others(case: DecodeCase, number: float) -> None:
@@ -192,3 +209,30 @@ def appends_what_is_strided() -> None:
     assert append_problems.same(call.k_cache, want[0]) and append_problems.same(call.v_cache, want[1])
     scattered = torch.full((*call.k_cache.shape, 2), 7.0, dtype=call.k.dtype)[..., 0]
     assert Triton().append(replace(call, k_cache=scattered)) is None and (scattered == 7.0).all()
+
+
+def drops_what_the_whole_call_would(hidden: bool) -> None:
+    """A part of a call, with all gradients, has what its rows and heads have in the whole one. hidden: NaN in a key that nobody sees."""
+    source, batch, n, n_k = torch.Generator().manual_seed(2), *((1, 36, 20) if hidden else (2, 90, 70))
+    rows, heads, dropout = ((4, 12), (30, n)) if hidden else ((16, 48), (80, n)), (3, 6, 6), Dropout(0.4, 77, 3)
+    places, mask = torch.cat([torch.arange(*each) for each in rows]), tw.SlidingWindow(40, 0)
+    q, k, v, d_o = (torch.randn(batch, a, b, 32, generator=source) for a, b in ((n, 6), (n_k, 2), (n_k, 2), (n, 6)))
+    if hidden:
+        mask = tw.Dense(torch.arange(n_k).expand(n, n_k) != 5)
+        k[:, 5], v[:, 5] = math.nan, math.inf
+    bias = torch.randn(1, 6, n, n_k, generator=source)
+    mine = torch.zeros(n, 6, dtype=torch.bool)
+    mine[places, 3:] = True
+    d_o = torch.where(mine[None, :, :, None], d_o, 0.0)
+
+    def results(q, k, v, d_o, bias, mask, dropout):
+        call = Call(q=q, k=k, v=v, mask=mask, scale=0.2, grad=True, dropout=dropout, bias=bias)
+        o, lse = Triton().forward(call)
+        return o, *Triton().backward(call, o, lse, d_o, None, bias_grad=True)[:4]
+
+    part = Part(mask, n, rows, heads)
+    whole = results(q, k, v, d_o, bias, mask, dropout)
+    ours = results(q[:, places, 3:], k[:, :, 1:], v[:, :, 1:], d_o[:, places, 3:], bias[:, 3:, places], part, dropout._replace(part=part))
+    wanted = whole[0][:, places, 3:], whole[1][:, places, 3:], whole[2][:, :, 1:], whole[3][:, :, 1:], whole[4][:, 3:, places]
+    for x, y in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=4e-6)

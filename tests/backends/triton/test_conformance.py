@@ -29,7 +29,7 @@ def test_cases(case):
 
 
 @pytest.mark.sampled(0.1)
-@pytest.mark.parametrize("name", ["run_hidden", "run_spoiled", "run_scattered"])
+@pytest.mark.parametrize("name", ["run_hidden", "run_spoiled", "run_scattered", "run_row_max"])
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
 def test_nothing_hidden_is_read(case, name):
     if name == "run_scattered" and case.bias_hides:

@@ -87,6 +87,27 @@ def test_caches_of_eight_bits(case, kinds, scales, arch):
     interpreted(problems.holds_in_eight_bits, case, kinds, scales, arch)
 
 
+PREFIXED = [
+    DecodeCase(lengths=(270, 133, 128, 200, 131), queries=2, prefix=130, sink=True),  # the third sequence is too short to join
+    DecodeCase(lengths=(270, 133, 100, 200), queries=(2, 0, 5, 1), prefix=128, page=16),
+    DecodeCase(lengths=(90, 80), queries=20, heads=(8, 2), prefix=40),
+    DecodeCase(lengths=(600, 130, 133), prefix=128, heads=(4, 1), dtype=torch.float16, softcap=20.0),
+    DecodeCase(lengths=(80, 90, 75), queries=4, tree=7, prefix=70, page=16),  # of the last, the tree hides some of the prefix
+    DecodeCase(lengths=(70, 80, 0), entries=True, prefix=70, dtype=torch.float32),
+]
+
+
+@pytest.mark.sampled(0.4)
+@pytest.mark.parametrize("case", PREFIXED, ids=str)
+def test_a_prefix_of_all_is_read_once(case):
+    interpreted(problems.reads_a_prefix_once, case)
+
+
+@pytest.mark.parametrize("scales", [("head", "all"), ("token", "head")], ids=str)
+def test_a_prefix_in_eight_bits(scales):
+    interpreted(problems.reads_a_prefix_once, DecodeCase(lengths=(100, 90, 70), prefix=64, page=16), scales)
+
+
 @pytest.mark.parametrize(
     ("half", "interleaved", "table"), [(16, False, torch.float32), (32, True, torch.bfloat16), (3, False, torch.float16)]
 )

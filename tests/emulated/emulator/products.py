@@ -55,12 +55,12 @@ class Products:
             self.registers[i] = x
 
     def product_of_registers(self, kind, a, b, c):
-        """A warp's own, mma.m16n8k16, or k8 of tf32. Of A's four matrices of 8 x 8 the lower ones are second; each lane has of B two numbers of a
-        column.
+        """A warp's own, mma.m16n8k16, k8 of tf32 or k32 of s8. Of A's four matrices of 8 rows of 16 bytes the lower ones are second; each lane has
+        of B two words of a column.
         """
         first, second = _assembled(a, kind), np.concatenate([_matrix(x, kind) for x in b], axis=1)
         found = (_numbers(first, kind) @ _numbers(second, kind).T)[_fragment(8)]
-        return list(np.stack(c) + found)
+        return list(np.stack(c) + found.astype(c[0].dtype))
 
     def _operand(self, descriptor: int, rows: range, kind: str, transposed: bool, fenced: int) -> np.ndarray:
         """(rows, numbers of a sum) of what lies in shared memory (PTX ISA, "Matrix Descriptor Format")."""

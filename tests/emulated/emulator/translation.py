@@ -271,12 +271,14 @@ class Translation:
         yield self.put(d, f"w.transpose({self.value(a, 'u4')})", "u4")
 
     def of_mma(self, d, a, b, c):
-        if self.parts[3:6] not in (["m16n8k16", "row", "col"], ["m16n8k8", "row", "col"]):
+        sums = "i4" if self.parts[-2] == "s8" else "f4"
+        shapes = ("m16n8k32",) if sums == "i4" else ("m16n8k16", "m16n8k8")
+        if self.parts[3] not in shapes or self.parts[4:6] != ["row", "col"]:
             raise Unknown(str(self.it))
         given = ", ".join(
-            f"({', '.join(self.value(each, kind) for each in split(x.strip('{}')))},)" for x, kind in ((a, "u4"), (b, "u4"), (c, "f4"))
+            f"({', '.join(self.value(each, kind) for each in split(x.strip('{}')))},)" for x, kind in ((a, "u4"), (b, "u4"), (c, sums))
         )
-        yield from self._loaded(d, f"product_of_registers({self.parts[-2]!r}, {given})", "f4")
+        yield from self._loaded(d, f"product_of_registers({self.parts[-2]!r}, {given})", sums)
 
     # Other lanes, other warps
 

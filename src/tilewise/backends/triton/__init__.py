@@ -21,6 +21,8 @@ class Triton(Backend):
     """FlashAttention-2 for NVIDIA GPUs from Ampere on and AMD's, deterministic, without atomics."""
 
     name = "triton"
+    eight_bits = True
+    keeps_row_max = True
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
@@ -29,9 +31,11 @@ class Triton(Backend):
             return [f"it computes on GPUs, the tensors are on {problem.device}"]
         refused = targets.why_not(problem.capability)
         reasons = [refused] if refused else []
-        reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
-        if problem.dropout_of_part:
-            reasons.append("its dropout counts the call's own rows and heads, not those of a larger call (masks.Part)")
+        if problem.eight_bits and problem.precision is None:
+            if (v := problem.v_dtype or problem.dtype) not in (torch.float8_e4m3fn, torch.bfloat16, torch.float16):
+                reasons.append(f"beside q in {problem.dtype} it takes v in float8_e4m3fn, bf16 or fp16, not {v}")
+        else:
+            reasons += problem.mixed if problem.dtype in DTYPES else [f"it computes fp32, bf16 and fp16, not {problem.dtype}"]
         wide, fp32_grad = max(problem.head_dim, problem.head_dim_v), problem.grad and problem.dtype == torch.float32
         if wide > MOST_DIM:
             reasons.append(f"it takes head_dim and head_dim_v up to {MOST_DIM}, not {problem.head_dim} and {problem.head_dim_v}")
@@ -62,9 +66,9 @@ class Triton(Backend):
 
     def bind_decode(self, call: DecodeCall) -> BoundDecode | None:
         """What computes calls like this one, by split-KV."""
-        from tilewise.backends.triton import decode
+        from tilewise.backends.triton import prefix
 
-        return decode.bind(call)
+        return prefix.bind(call)
 
     def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
         """What writes calls like this one."""
@@ -96,9 +100,9 @@ class Triton(Backend):
 
 
 def _config(call: Call, purpose: str):
-    from tilewise.backends.triton.config import config_of, weight_of
+    from tilewise.backends.triton.config import config_of_call, weight_of
 
-    return config_of(targets.of_device(call.q.device), purpose, call.q.dtype, call.head_dim, call.head_dim_v, weight_of(call))
+    return config_of_call(targets.of_device(call.q.device), purpose, call, weight_of(call))
 
 
 def _in_rows(call: Call) -> Call:

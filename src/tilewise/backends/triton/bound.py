@@ -1,13 +1,12 @@
 """A call whose kernels and arguments were found once, for more tensors of the same shapes, strides and dtypes."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tilewise.backends import philox
 from tilewise.backends.tables import documents
@@ -15,21 +14,22 @@ from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import tables
 from tilewise.backends.triton import config as configs
+from tilewise.backends.triton.config import ROWS, SMALL
+from tilewise.backends.triton.eight_bits import Given, Quantiser
+from tilewise.backends.triton.gradients import Gradients
 from tilewise.backends.triton.kernels import backward, forward, repair
-from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.kernels import documents as document_kernels
-from tilewise.backends.triton.launch import Kernel, interpreted, launcher
-from tilewise.backends.triton.targets import of_device
+from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
+from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Mask, Unread
 from tilewise.masks.mask import Plane
-from tilewise.problem import Call, Dropout, gradient_like, in_fp32
+from tilewise.problem import Call, Dropout, in_fp32
 
 ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for wide loads
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
-ROWS = 128  # of a program of the small kernels
-SMALL = configs.Config(ROWS, ROWS, 4, 1)  # of those
+MOST_ROWS = 512  # of any program's tile
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
 
@@ -110,33 +110,52 @@ def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.d
 
 
 class Bound:
-    """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py)."""
+    """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py).
+    target: in place of the device's own.
+    """
 
-    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None) -> None:
-        self.target, self.chosen = of_device(call.q.device), chosen or {}
+    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None, target: Target | None = None) -> None:
+        self.target, self.chosen = target or of_device(call.q.device), chosen or {}
         self.like = replace(
-            call, bias=None, alibi_slopes=None, sink=None, out=None, **{name: _on_meta(getattr(call, name)) for name in "qkv"}
+            call,
+            bias=None,
+            alibi_slopes=None,
+            sink=None,
+            out=None,
+            q_scale=None,
+            k_scale=None,
+            v_scale=None,
+            **{name: _on_meta(getattr(call, name)) for name in "qkv"},
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
         self.flags, self.weight = _flags(call), configs.weight_of(call)
         typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
-        self.dtypes = tuple((name, x.dtype) for name, x in typed.items() if x is not None)
-        self.dtypes += (("d_k", torch.float32), ("d_v", torch.float32)) if call.wide_keys else ()
+        dtypes = {name: x.dtype for name, x in typed.items() if x is not None}
+        dtypes |= {"d_k": torch.float32, "d_v": torch.float32} if call.wide_keys else {}
         self.strided = all(wide(x) for x in (call.q, call.k, call.v))
-        self.scores = {"scale": call.scale, "softcap": in_fp32(call.softcap), "shift": call.seqlen_k - call.seqlen_q}
+        self.dims = call.head_dim, call.head_dim_v
+        self.config = self.config_of("forward")
+        self.quantiser: Quantiser | Given | None = None
+        if call.problem.eight_bits:
+            tile_n = self.config.tile_n
+            self.quantiser = Given(self.like, tile_n, call.scales) if call.precision is None else Quantiser(self.like, tile_n)
+            self.dims, self.strided = (self.quantiser.width, call.head_dim_v), True
+            self.flags, dtypes = self.flags | self.quantiser.flags, dtypes | self.quantiser.dtypes
+        self.dtypes = tuple(dtypes.items())
+        self.scores = {
+            "scale": call.scale if self.quantiser is None else 1.0,
+            "softcap": in_fp32(call.softcap),
+            "shift": call.seqlen_k - call.seqlen_q,
+        }
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
-        self.config = self.config_of("forward")
         self.visible = Visible(call, self.device, self.config)
-        self.back: Backward | None = None
+        self.back: Gradients | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
-        call = self.like
-        return self.chosen.get(purpose) or configs.config_of(
-            self.target, purpose, call.q.dtype, call.head_dim, call.head_dim_v, self.weight
-        )
+        return self.chosen.get(purpose) or configs.config_of_call(self.target, purpose, self.like, self.weight)
 
     @property
     def kept(self) -> bool:
@@ -149,7 +168,7 @@ class Bound:
         config, sink = self.config_of(purpose), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
         mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
         both = {
-            "forward": ((forward.forward, sink), (repair.repair_rows, mends)),
+            "forward": ((forward.forward, sink | self.wanted), (repair.repair_rows, mends)),
             "dkdv": ((backward.dkdv, {}), (repair.repair_columns, self.widths)),
             "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
         }[purpose]
@@ -162,27 +181,32 @@ class Bound:
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
         if heads_first:
             batch, seqlen, heads, dim = shape
-            o = torch.empty((batch, heads, seqlen, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
+            o = torch.empty((batch, heads, seqlen, dim), dtype=self.like.out_dtype or q.dtype, device=q.device).transpose(1, 2)
         else:
-            o = torch.empty(shape, dtype=q.dtype, device=q.device)
-        return self._forward(q, k, v, o, extras)
+            o = torch.empty(shape, dtype=self.like.out_dtype or q.dtype, device=q.device)
+        return self._forward(q, k, v, o, extras)[:2]
 
-    def results(self, call: Call) -> tuple[Tensor, Tensor]:
+    def results(self, call: Call) -> tuple[Tensor, ...]:
         """As `Backend.forward`, of the bound call itself."""
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
-        o = torch.empty(shape, dtype=call.q.dtype, device=call.q.device) if call.out is None else call.out
+        o = torch.empty(shape, dtype=call.out_dtype or call.q.dtype, device=call.q.device) if call.out is None else call.out
         return self._forward(call.q, call.k, call.v, o, call.extras)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        lse = torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+        """O, LSE and, where the call wants it, each row's largest score."""
+        lse, *largest = (
+            torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
+            for _ in range(1 + self.like.row_max)
+        )
         tiles = -(-self.like.seqlen_q // self.config.tile_m)
         if not self.batch * self.heads * tiles:
-            return o, lse
+            return o, lse, *largest
         bias, slopes, sink, rng, *packed = extras
         check_memory(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink)
-        operands = {"q": q, "k": k, "v": v, "o": o}
+        operands, more = {"q": q, "k": k, "v": v}, {}
         given = {
             "lse": lse,
+            "row_max": largest[0] if largest else None,
             "seqlen_q": self.like.seqlen_q,
             "seqlen_k": self.like.seqlen_k,
             "heads": self.heads,
@@ -190,12 +214,36 @@ class Bound:
             "sink": sink,
         }
         with on(self.device):
-            arguments = self.arguments(operands, bias, slopes, rng) | given | self.visible.of(*packed[:2])
-            self.run(forward.forward, self.config, self.visible.kind, operands, SINK=sink is not None)(
+            if self.quantiser is not None:
+                operands, more = self.quantiser(q, k, v, packed, self.small)
+            arguments = self.arguments(operands | {"o": o}, bias, slopes, rng) | given | more | self.visible.of(*packed[:2])
+            self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
                 tiles * self.batch * self.heads, arguments
             )
-            self.repair_rows(self.config, self.visible, {"q": q, "k": k, "v": v, "x": o}, arguments, tiles)
-        return o, lse
+            self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
+        return o, lse, *largest
+
+    @property
+    def wanted(self) -> dict[str, object]:
+        """Constants of the forward pass beside those of all kernels."""
+        return {"ROW_MAX": self.like.row_max}
+
+    def small(
+        self, name: str, programs: int, operands: Mapping[str, Tensor], arguments: Mapping[str, object], of_values: bool = False
+    ) -> None:
+        """Launch one of the quantiser's kernels for tensors that lie as these do."""
+        if not programs:
+            return
+        assert isinstance(self.quantiser, Quantiser)
+        found = dict(arguments)
+        for each, x in operands.items():
+            found[each] = x
+            found[f"{each}_batch"], found[f"{each}_row"], found[f"{each}_head"], _ = x.stride()
+        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in operands.values())
+        key = name, aligned, of_values
+        if key not in self.launchers:
+            self.launchers[key] = launcher(self.quantiser.kernel(name, aligned, of_values), self.target)
+        self.launchers[key](programs, found)
 
     def repair_rows(self, config: configs.Config, visible: Visible, operands: Mapping[str, Tensor], arguments: Mapping, tiles: int) -> None:
         """Mend O, or dQ where dO is among the operands, x among them; the other arguments are as of the kernel that wrote it."""
@@ -208,7 +256,7 @@ class Bound:
     def widths(self) -> dict[str, int]:
         """head_dim and head_dim_v in one tile each, and how many columns exist of it."""
         found = {}
-        for prefix, dim in (("", self.like.head_dim), ("V_", self.like.head_dim_v)):
+        for prefix, dim in zip(("", "V_"), self.dims, strict=True):
             width = configs.power(dim)
             found |= {f"{prefix}WIDTH": width, f"{prefix}COLUMNS": dim % width}
         return found
@@ -227,7 +275,8 @@ class Bound:
     ) -> tuple[Tensor | None, ...]:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
-            self.back = Backward(self)
+            keys = Visible(self.like, self.device, self.config_of("dkdv"), by_keys=True)
+            self.back = Gradients(self, keys, Visible(self.like, self.device, self.config_of("dq")))
         return self.back(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
 
     def arguments(
@@ -246,7 +295,18 @@ class Bound:
             found["slopes"] = slopes = slopes.contiguous()
             found["slopes_batch"] = 0 if slopes.shape[0] == 1 else self.heads
         dropout = self.like.dropout
-        return found | (_NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng)))
+        if dropout is None:
+            return found | _NOT_DROPPED
+        return found | self.drawn | _drawn(dropout if rng is None else dropout.drawn_by(rng))
+
+    @property
+    def drawn(self) -> dict[str, object]:
+        """Where rows and heads are counted in a larger call (`Dropout.part`), made by the current stream each time."""
+        dropout = self.like.dropout
+        if dropout is None or (rows := dropout.rows(self.device)) is None:
+            return {}
+        first, every = dropout.heads(self.heads)
+        return {"drawn": pad(rows, (0, -len(rows) % MOST_ROWS)).to(torch.int32), "every": every, "first_head": first}
 
     def run(self, function: Callable, config: configs.Config, mask: str, operands: Mapping[str, Tensor], **more: object) -> Callable:
         """What launches the kernel for tensors that lie as these do."""
@@ -259,79 +319,15 @@ class Bound:
     def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
         """The kernel with the constants that it has of these."""
         constants = self.flags | {"MASK": mask, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages} | more
-        for names, dim in zip(PARTS, (self.like.head_dim, self.like.head_dim_v), strict=True):
+        constants["V_WIDTH"] = self.widths["V_WIDTH"]
+        for names, dim in zip(PARTS, self.dims, strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
+        if self.quantiser is not None:
+            constants |= self.quantiser.parts
         narrow = self.like.q.dtype.itemsize < 4
         constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
         given = tuple((name, constants[name]) for name in function.arg_names if name in constants)
         return Kernel(function, given, self.dtypes, config, aligned)
-
-
-class Backward:
-    """The gradients of a bound call."""
-
-    def __init__(self, bound: Bound) -> None:
-        self.bound, self.dkdv, self.dq = bound, bound.config_of("dkdv"), bound.config_of("dq")
-        self.keys = Visible(bound.like, bound.device, self.dkdv, by_keys=True)
-        self.queries = Visible(bound.like, bound.device, self.dq)
-
-    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
-        """See `Bound.backward`."""
-        bound, call = self.bound, self.bound.like
-        bias, slopes, sink, rng, *packed = extras
-        d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
-        o = o if o.stride(-1) == 1 else o.contiguous()
-        check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
-        wide = torch.float32 if call.wide_keys else q.dtype
-        of_inputs = (q, q.dtype), (k, wide), (v, wide)
-        d_q, d_k, d_v = (torch.empty_like(gradient_like(x), dtype=dtype, device=x.device) for x, dtype in of_inputs)
-        delta = torch.empty_like(lse)
-        sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "lse": lse, "delta": delta, "sink": sink}
-        pairs = bound.batch * bound.heads
-        m_tiles = -(-call.seqlen_q // ROWS)
-        with on(bound.device):
-            if pairs * m_tiles:
-                operands = {"o": o, "d_o": d_o}
-                run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None, **bound.widths)
-                d_lse = None if d_lse is None else d_lse.float().contiguous()
-                run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
-            n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
-            if pairs * n_tiles:
-                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_k": d_k, "d_v": d_v}
-                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
-                programs = n_tiles * (pairs // call.group)
-                bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(programs, arguments)
-                bound.run(repair.repair_columns, self.dkdv, self.keys.kind, operands, **bound.widths)(programs, arguments)
-            m_tiles = -(-call.seqlen_q // self.dq.tile_m)
-            if pairs * m_tiles:
-                operands = {"q": q, "k": k, "v": v, "d_o": d_o, "d_q": d_q}
-                arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
-                bound.run(backward.dq, self.dq, self.queries.kind, operands)(m_tiles * pairs, arguments)
-                bound.repair_rows(self.dq, self.queries, {"q": q, "k": k, "v": v, "d_o": d_o, "x": d_q}, arguments, m_tiles)
-            d_bias = self.of_bias(q, k, v, d_o, sizes, extras) if bias_grad else None
-        d_sink = None if sink is None else _of_sink(sink, lse, delta)
-        return d_q, d_k, d_v, d_bias, d_sink
-
-    def of_bias(self, q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, sizes: Mapping, extras: tuple[Tensor | None, ...]) -> Tensor:
-        """dBias, shaped as the bias, from what the others take, LSE and delta in `sizes` among it."""
-        bound, (bias, slopes, _, rng, *packed) = self.bound, extras
-        d_bias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
-        each = {"EACH_BATCH": bias.shape[0] > 1, "EACH_HEAD": bias.shape[1] > 1, "EACH_ROW": bias.shape[2] > 1}
-        m_tiles, n_tiles = -(-bound.like.seqlen_q // self.dq.tile_m), -(-bound.like.seqlen_k // self.dq.tile_n)
-        programs = n_tiles * (m_tiles if each["EACH_ROW"] else 1) * bias.shape[0] * bias.shape[1]
-        if programs:
-            operands = {"q": q, "k": k, "v": v, "d_o": d_o}
-            more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
-            arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])
-            bound.run(bias_kernels.dbias, self.dq, self.queries.kind, operands, **each)(programs, arguments)
-        return d_bias
-
-
-def _of_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """A sink's probability is exp(sink - LSE), and dS = P (dP - delta) of a dP of 0; a row that nothing reaches, its sink included, gives 0."""
-    p = torch.exp(sink.float()[:, None] - lse)
-    d_s = torch.where(lse == -math.inf, 0.0, p * delta)
-    return d_s.sum((0, 2)).neg_().to(sink.dtype)
 
 
 def _flags(call: Call) -> dict[str, object]:
@@ -341,7 +337,12 @@ def _flags(call: Call) -> dict[str, object]:
         "MODIFIED": any(flags.values()) or call.scale <= 0.0,  # a plain score is scaled in the exponent, where 0 * -inf is NaN
         "DIAGONALS": call.diagonal is not None,
         "DROPOUT": call.dropout is not None,
+        "PARTED": call.dropout is not None and call.dropout.part is not None,
         "GROUP": call.group,
+        "EIGHT": False,
+        "V_EIGHT": False,
+        "K_TOKENS": False,
+        "V_TOKENS": False,
     }
 
 
@@ -366,8 +367,3 @@ def wide(x: Tensor) -> bool:
 
 def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def on(device: torch.device):
-    """The device is the current one within."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

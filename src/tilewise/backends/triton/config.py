@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from tilewise.backends.eight_bits import E4M3, RECIPES
 from tilewise.backends.triton.targets import Target
 from tilewise.problem import Call
 
@@ -20,6 +21,10 @@ class Config(NamedTuple):
     def options(self, target: Target) -> dict[str, object]:
         """For Triton's compiler."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
+
+
+ROWS = 128  # of a program of the small kernels
+SMALL = Config(ROWS, ROWS, 4, 1)  # of those
 
 
 class Parts(NamedTuple):
@@ -119,6 +124,28 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     },
     ("forward", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
     ("forward", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 16, 4, 1)},
+    # q and k of int8, beside v of 16 bits:
+    ("forward", 1, 64): {
+        "sm80": (128, 64, 4, 3),
+        "sm86 sm90 sm100": (128, 64, 4, 2),
+        "sm120": (128, 64, 8, 2),
+        "cdna gfx950": (128, 64, 4, 1),
+        "rdna": (64, 64, 4, 1),
+    },
+    ("forward", 1, 128): {
+        "sm80": (128, 64, 8, 3),
+        "sm86 sm90 sm100 sm120": (128, 64, 8, 2),
+        "cdna gfx950": (128, 64, 4, 1),
+        "rdna": (64, 32, 8, 1),
+    },
+    ("forward", 1, 192): {
+        "sm80 sm86 sm120": (128, 16, 8, 2),
+        "sm90 sm100": (64, 64, 8, 2),
+        "cdna gfx950": (64, 32, 4, 1),
+        "rdna": (32, 32, 8, 1),
+    },
+    ("forward", 1, 256): {"sm80 sm86 sm90 sm100 sm120": (64, 32, 8, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (32, 32, 8, 1)},
+    ("forward", 1, 512): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (32, 32, 4, 1), "rdna": (16, 16, 8, 1)},
     ("dkdv", 2, 64): {"sm80 sm86 sm100 sm120": (64, 128, 8, 2), "cdna gfx950": (64, 128, 4, 1), "rdna": (16, 32, 8, 1)},
     ("dkdv", 2, 128): {
         "sm80 sm86": (32, 128, 8, 2),
@@ -252,6 +279,13 @@ def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, h
     """Of a pass: "forward", "dkdv" or "dq"."""
     config, _ = TABLE[target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)]
     return lighter(config, purpose, target.family, weight) if target.nvidia else config
+
+
+def config_of_call(target: Target, purpose: str, call: Call, weight: Weight) -> Config:
+    """Likewise, of a call's pass; of int8 a forward pass has its own."""
+    kind = call.q.dtype if call.precision is None else RECIPES[call.precision].qk
+    dtype = torch.float16 if kind == E4M3 else kind if purpose == "forward" else call.q.dtype
+    return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight)
 
 
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold

@@ -4,7 +4,7 @@ Keys are shared out by the number of multiprocessors and by shapes; how many a s
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -51,15 +51,10 @@ def why_not(call: DecodeCall) -> list[str]:
     return reasons
 
 
-def bind(call: DecodeCall) -> "Decoder | None":
-    """As `Backend.bind_decode`."""
-    return None if why_not(call) else Decoder(call)
-
-
 class Shares:
-    """How a call's rows and keys are shared out: found without looking at any length."""
+    """How a call's rows and keys are shared out: found without looking at any length. most: keys, where fewer than the cache has room for count."""
 
-    def __init__(self, call: DecodeCall) -> None:
+    def __init__(self, call: DecodeCall, most: int | None = None) -> None:
         q, self.batch, self.heads_k = call.q, call.seqlens.shape[0], call.k_cache.shape[2]
         target, self.ragged = of_device(q.device), call.cu_seqlens_q is not None
         self.heads, self.seqlen_q = q.shape[-2], q.shape[0 if self.ragged else 1]
@@ -78,9 +73,9 @@ class Shares:
             self.piece = -(-max(call.split, 1) // self.config.tile_n) * self.config.tile_n
             self.splits = max(-(-self.capacity // self.piece), 1)
         else:
-            self.piece, most = LEAST_KEYS, -(-self.capacity // LEAST_KEYS)
+            self.piece, pieces = LEAST_KEYS, -(-(self.capacity if most is None else min(most, self.capacity)) // LEAST_KEYS)
             programs = PER_MULTIPROCESSOR * _multiprocessors(q.device)
-            self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), most), 1)
+            self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), pieces), 1)
         self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
 
     def queries(self) -> int:
@@ -89,10 +84,13 @@ class Shares:
 
 
 class Decoder:
-    """Calls of one launch, or two, as `Backend.bind_decode` has them."""
+    """Calls of one launch, or two, as `Backend.bind_decode` has them. prefix: its keys are behind those of an earlier launch (prefix.py), and it adds
+    up the parts of both; parts: it writes parts alone.
+    """
 
-    def __init__(self, call: DecodeCall) -> None:
-        self.shares, self.target, self.device = Shares(call), of_device(call.q.device), call.q.device
+    def __init__(self, call: DecodeCall, shares: Shares | None = None, prefix: bool = False, parts: bool = False) -> None:
+        self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
+        self.target, self.device = of_device(call.q.device), call.q.device
         self._launchers: dict[tuple[Callable, bool], Callable] = {}
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
         self.shape = (*call.q.shape[:-1], self.dim_v)
@@ -103,7 +101,7 @@ class Decoder:
             "steps": (shares.batch + 1).bit_length() + 1, "capacity": shares.capacity, "page_size": page_size, "splits": shares.splits,
             "piece": shares.piece, "low": window.lo, "high": window.hi, "scale": call.scale, "softcap": in_fp32(call.softcap),
             "rows_of_all": shares.rows, "o_row": self.dim_v, "lse_batch": shares.heads * shares.seqlen_q, "lse_head": shares.seqlen_q,
-            "entries": call.k_cache.shape[0],
+            "entries": call.k_cache.shape[0], "prefix": call.shared_prefix,
         }  # fmt: skip
         self.stored = tuple(self._stored(x.dtype) for x in (call.k_cache, call.v_cache))
         self.constants = self._constants(call)
@@ -120,7 +118,8 @@ class Decoder:
         scaled = ["" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)]
         changes = {"SOFTCAP": call.softcap > 0.0, "ALIBI": call.alibi_slopes is not None}
         constants = {
-            "RAGGED": shares.ragged, "SPLIT": shares.splits > 1, "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
+            "RAGGED": shares.ragged, "SPLIT": shares.splits > 1 or self.prefix or self.parts, "JOINS": self.prefix,
+            "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
             "PAGES": "" if call.page_table is None else "row" if call.k_cache.shape[1] % config.tile_n else "tile",
             "SEVERAL": call.max_seqlen_q > 1 or call.tree is not None or (shares.ragged and call.split is not None),  # one kernel, one set of bits
             "LEFTPAD": call.leftpad is not None, "TREE": call.tree is not None,
@@ -138,26 +137,51 @@ class Decoder:
         """What elements are in memory, as the GPU's own instructions know them."""
         return torch.int8 if dtype == torch.float8_e4m3fn and not self.target.knows_e4m3 else dtype
 
-    def __call__(self, given: tuple, seqlens: Tensor, out: Tensor | None = None, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-        """O and LSE, contiguous."""
-        q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
+    def __call__(
+        self,
+        given: tuple,
+        seqlens: Tensor,
+        out: Tensor | None = None,
+        with_lse: bool = True,
+        joined: tuple[Tensor, Tensor, int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """O and LSE, contiguous. joined: partial O and LSE, of which the first so many are there already."""
         shares = self.shares
         o = out if out is not None and out.is_contiguous() else torch.empty(self.shape, dtype=self.out_dtype, device=self.device)
         shape = (shares.heads, shares.seqlen_q) if shares.ragged else (shares.batch, shares.heads, shares.seqlen_q)
         lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         if lse.numel() == 0:
             return o, lse
+        whole = {"o": o, "lse": lse}
+        with on(self.device):
+            if joined is None and shares.splits == 1:
+                self._attend(given, seqlens, whole)
+                return o, lse
+            partial_o, partial_lse, there = joined or (*self.partials(shares.splits), 0)
+            self._attend(given, seqlens, whole | {"partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
+            merged = self.numbers | whole | {"partial_o": partial_o, "partial_lse": partial_lse, "splits": len(partial_o)}
+            self._launcher(kernels.merge, o.data_ptr() % ALIGNED == 0 and wide(o))(-(-shares.rows // MERGE.tile_m), merged)
+        return o, lse
+
+    def partials(self, parts: int) -> tuple[Tensor, Tensor]:
+        """Memory for O and LSE of so many parts of the keys, in fp32."""
+        shapes = (parts, self.shares.rows, self.dim_v), (parts, self.shares.rows)
+        found = [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]
+        return found[0], found[1]
+
+    def attend(self, given: tuple, seqlens: Tensor, partial_o: Tensor, partial_lse: Tensor) -> None:
+        """Write the parts alone."""
+        with on(self.device):
+            self._attend(given, seqlens, {"o": partial_o, "lse": partial_lse, "partial_o": partial_o, "partial_lse": partial_lse})
+
+    def _attend(self, given: tuple, seqlens: Tensor, written: Mapping[str, Tensor]) -> None:
+        """Launch `kernels.decode`."""
+        q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
+        shares = self.shares
         check_memory(q=q, k_cache=k, v_cache=v, alibi_slopes=slopes, sink=sink)
         q, k, v = map(in_rows, (q, k, v))
         k, v = (x if x.dtype == stored else x.view(stored) for x, stored in zip((k, v), self.stored, strict=True))
-        arguments: dict[str, object] = self.numbers | {
-            "q": q,
-            "k_cache": k,
-            "v_cache": v,
-            "o": o,
-            "lse": lse,
-            "lengths": seqlens.contiguous(),
-        }
+        arguments: dict[str, object] = {**self.numbers, **written, "q": q, "k_cache": k, "v_cache": v, "lengths": seqlens.contiguous()}
         arguments |= strides("q", q[None] if shares.ragged else q, "batch", "row", "head")
         for name, x in (("k_cache", k), ("v_cache", v)):
             arguments |= strides(name, x, "page", "row", "head")
@@ -177,15 +201,8 @@ class Decoder:
                 arguments |= {f"{name}_scale": x} | strides(f"scale_{name}", self._spread(x), "page", "row", "head")
         if cos is not None and sin is not None:
             arguments |= tables(cos, sin)
-        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, o))
-        with on(self.device):
-            if shares.splits > 1:
-                arguments["partial_o"] = torch.empty(shares.splits, shares.rows, self.dim_v, dtype=torch.float32, device=self.device)
-                arguments["partial_lse"] = torch.empty(shares.splits, shares.rows, dtype=torch.float32, device=self.device)
-            self._launcher(kernels.decode, aligned)(shares.tiles * shares.splits * shares.heads_k, arguments)
-            if shares.splits > 1:
-                self._launcher(kernels.merge, aligned)(-(-shares.rows // MERGE.tile_m), arguments)
-        return o, lse
+        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"]))
+        self._launcher(kernels.decode, aligned)(shares.tiles * shares.splits * shares.heads_k, arguments)
 
     def _spread(self, scale: Tensor) -> Tensor:
         """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""

@@ -6,6 +6,7 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +27,17 @@ NAMES = {
     torch.int64: "i64",
 }
 # Of q's dtype, where `dtypes` has no other:
-OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o"
+OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o", "q8", "k8", "v8"
 POINTERS = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
 POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
-POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "cu_q", "cu_k"), "*i32")
+POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k"), "*i32")
+POINTERS |= dict.fromkeys(("row_max", "row_factor", "row_shift", "k_whole", "k_lost", "centre", "k_centre", "v_centre"), "*fp32")
+POINTERS |= dict.fromkeys(("v_weights", "v_units", "largest"), "*fp32")
 POINTERS["tree"] = "*i8"
-NUMBERS = {"bias_row": "i64", "scale": "fp32", "softcap": "fp32", "keep_scale": "fp32", "seed": "i64", "offset": "u32", "threshold": "u32"}
+NUMBERS = {"bias_row": "i64", "seed": "i64", "offset": "u32", "threshold": "u32"} | dict.fromkeys(
+    ("scale", "factor", "softcap", "keep_scale"), "fp32"
+)
 WIDE = "_batch", "_head", "_page"  # ends of the names of strides in 64 bits; all other numbers have 32
 
 
@@ -87,3 +92,8 @@ def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, obje
 
 def _of(arguments: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in arguments.items() if name in names}
+
+
+def on(device: torch.device):
+    """The device is the current one within."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,6 +1,7 @@
 """The gradients of Q, K and V: `prepare` has delta, `dkdv` owns tiles of keys, `dq` tiles of queries.
 
-Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023, section 3.1,
+Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023,
+section 3.1,
 has one kernel, which adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come out of a product.
 """
 
@@ -50,7 +51,7 @@ def probability(x, lse, scale, MODIFIED: tl.constexpr):
 @triton.jit
 def d_scores(
     x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
-    seed, offset, threshold, keep_scale,
+    draw, keep_scale,
     MASKED: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -66,7 +67,7 @@ def d_scores(
     p = probability(x, lse[:, None], scale, MODIFIED)
     if DROPOUT:
         blocks = tl.min(keys, 0) // 4 + tl.arange(0, TILE_N // 4)
-        keep = kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4)
+        keep = kept(rows, blocks, pair, draw, TILE_M, TILE_N // 4)
         d_p = d_p * tl.where(keep, keep_scale, 0.0)  # NaN stays NaN, as in the formula
     d_s = p * (d_p - delta[:, None])
     if SOFTCAP and CAPPED:
@@ -79,7 +80,7 @@ def d_scores(
 @triton.jit
 def _visit_keys(
     acc, acc_b, q, q_b, d_o, d_o_b, lse, delta, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, ref, bands, bitmaps,
-    first, count, left, skip, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
+    first, count, left, skip, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
@@ -106,7 +107,7 @@ def _visit_keys(
             sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         d_s = d_scores(
             x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
-            seed, offset, threshold, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
+            draw, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
         )  # fmt: skip
         d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
         acc = dot(d_s, k_tile, acc, BF16_PARTS, EMULATED)
@@ -120,13 +121,15 @@ def dq(
     q, k, v, d_o, d_q, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
     d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
-    bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, keep_scale,
+    bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """dQ (batch, seqlen_q, heads, head_dim). Grid: m_tiles * batch * heads."""
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles
     b, h = pair // heads, pair % heads
@@ -161,7 +164,7 @@ def dq(
             acc, acc_b = _visit_keys(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, ref, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
-                pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
+                pair, draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
                 DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
             )  # fmt: skip
         for r in range(tl.load(span + 1), tl.load(span + 2)):
@@ -169,7 +172,7 @@ def dq(
             acc, acc_b = _visit_keys(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, 0, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
-                pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
+                pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
                 DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
             )  # fmt: skip
     else:
@@ -178,13 +181,13 @@ def dq(
         acc, acc_b = _visit_keys(
             acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
             begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal,
-            bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+            bias, bias_row, bias_column, pair, draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
             TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
         acc, acc_b = _visit_keys(
             acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
             begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, scale, softcap, slope, diagonal,
-            bias, bias_row, bias_column, pair, seed, offset, threshold, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+            bias, bias_row, bias_column, pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
             TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
     d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
@@ -197,7 +200,7 @@ def dq(
 def _visit_queries(
     d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
     ref, bands, bitmaps, first, count, left, skip, heads_here, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row,
-    bias_column, pair, seed, offset, threshold, keep_scale,
+    bias_column, pair, draw, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
@@ -250,7 +253,7 @@ def _visit_queries(
         dropped = p
         if DROPOUT:
             blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
-            keep = tl.trans(kept(queries, blocks, pair + head, seed, offset, threshold, TILE_M, TILE_N // 4))
+            keep = tl.trans(kept(queries, blocks, pair + head, draw, TILE_M, TILE_N // 4))
             dropped = p * tl.where(keep, 1.0, 0.0)
             d_p = d_p * tl.where(keep, keep_scale, 0.0)
         dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
@@ -277,9 +280,10 @@ def dkdv(
     d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
-    seed, offset, threshold, keep_scale,
+    seed, offset, threshold, drawn, every, first_head, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -287,6 +291,7 @@ def dkdv(
 
     Grid: n_tiles * batch * heads / GROUP.
     """
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles  # under a causal mask the first tiles of keys take longest
     heads_k = heads // GROUP
     b, head_k = pair_k // heads_k, pair_k % heads_k
@@ -319,9 +324,10 @@ def dkdv(
                 d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
                     d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q + tl.cast(head, tl.int64) * q_head,
                     d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
-                    rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes, diagonals, shift,
+                    rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes,
+                    diagonals, shift,
                     bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
-                    seed, offset, threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M,
+                    draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M,
                     TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
                 )  # fmt: skip
     else:
@@ -330,14 +336,14 @@ def dkdv(
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
-            stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset,
-            threshold, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
+            stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
+            True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
             V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
-            slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, seed, offset, threshold, keep_scale,
+            slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
             False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
             BF16_PARTS, EMULATED, STAGES,
         )  # fmt: skip

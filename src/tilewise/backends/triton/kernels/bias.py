@@ -13,9 +13,11 @@ def dbias(
     q, k, v, d_o, d_bias, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
     seqlen_q, seqlen_k, batch, heads, m_tiles, n_tiles, row0, row1, column0, column1, low, high, ends, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold,
+    drawn, every, first_head,
     keep_scale,
     EACH_BATCH: tl.constexpr, EACH_HEAD: tl.constexpr, EACH_ROW: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, PARTED: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
     V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
@@ -23,6 +25,7 @@ def dbias(
 
     Grid: n_tiles * (m_tiles or 1) * (heads or 1) * (batch or 1).
     """
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     n, rest = tl.program_id(0) % n_tiles, tl.program_id(0) // n_tiles
     m_first, m_last = 0, m_tiles
     if EACH_ROW:
@@ -83,7 +86,7 @@ def dbias(
                     exist = sees & (rows[:, None] < seqlen_q)
                     acc += d_scores(
                         x, d_p, lse_rows, delta_rows, exist, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, here,
-                        bias_row, bias_column, tl.cast(pair, tl.int32), seed, offset, threshold, keep_scale, True, MODIFIED, SOFTCAP, BIAS,
+                        bias_row, bias_column, tl.cast(pair, tl.int32), draw, keep_scale, True, MODIFIED, SOFTCAP, BIAS,
                         ALIBI, DROPOUT, TILE_M, TILE_N, False,
                     )  # fmt: skip
     at = d_bias + (own_batch * own_heads + own_head).to(tl.int64) * seqlen_k * (seqlen_q if EACH_ROW else 1)

@@ -142,6 +142,7 @@ def decode(
     k_scale, v_scale, scale_k_page, scale_k_row, scale_k_head, scale_v_page, scale_v_row, scale_v_head,
     slopes, slopes_batch, sink, cos, sin, cos_row, sin_row, pairs, positions,
     batch, seqlen_q, heads, heads_k, m_tiles, steps, capacity, page_size, entries, splits, piece, low, high, scale, softcap, rows_of_all,
+    prefix, JOINS: tl.constexpr,
     RAGGED: tl.constexpr, SPLIT: tl.constexpr, FIXED: tl.constexpr, SEVERAL: tl.constexpr, PAGES: tl.constexpr, ENTRIES: tl.constexpr,
     LEFTPAD: tl.constexpr, TREE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     ROTARY: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, GROUP: tl.constexpr,
@@ -154,6 +155,7 @@ def decode(
     tiles: m_tiles * batch; RAGGED m_tiles, of all sequences and of the rows behind the last, which make one more that has no keys.
     low, high: a query at position p sees keys p + low to p + high. piece: keys of a part, with FIXED, or of one at least.
     RANK, WORLD, RUN: as `shares.held`; lengths and what a row sees are positions until they are made keys of the cache.
+    JOINS: another launch has the first `prefix` keys of sequences whose every query sees these.
     """
     h_k, rest = tl.program_id(0) % heads_k, tl.program_id(0) // heads_k
     split, tile = rest % splits, rest // splits
@@ -174,6 +176,11 @@ def decode(
     position = length - queries + token
 
     begin, end = tl.maximum(position + low, 0), tl.minimum(position + high + 1, length)
+    if JOINS:
+        seen = tl.minimum(length, length - queries + high + 1)
+        if TREE:
+            seen = tl.minimum(seen, length - new)
+        begin = tl.maximum(begin, tl.where(seen >= prefix, prefix, 0))
     if LEFTPAD:
         begin = tl.maximum(begin, _clamped(tl.load(leftpad + b, mask=b < batch, other=0), most))
     if WORLD > 1:

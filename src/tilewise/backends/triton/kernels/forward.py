@@ -6,18 +6,30 @@ O and LSE by the online softmax of FlashAttention-2 (Dao, 2023, Algorithm 1), wi
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.kernels import eight_bits
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
 
 @triton.jit
+def _added(acc, p, v, unit, APART: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr):
+    """acc + P V, which with APART is in units of its own."""
+    if APART:
+        acc += dot(p, v, tl.zeros([acc.shape[0], acc.shape[1]], tl.float32), BF16_PARTS, EMULATED) * unit
+    else:
+        acc = dot(p, v, acc, BF16_PARTS, EMULATED)
+    return acc
+
+
+@triton.jit
 def _visit(
     acc, acc_b, total, top, q, q_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, ref, bands, bitmaps, first, count, left, skip,
-    scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+    scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, scales,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    EIGHT: tl.constexpr, V_EIGHT: tl.constexpr, K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys, from `first` on; `skip` tiles are left out behind the first `left` ones."""
     columns = tl.arange(0, TILE_N)
@@ -27,9 +39,17 @@ def _visit(
         keys, limit = n + columns, seqlen_k - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
         k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
-        x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
-        if DIM_B:
-            x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, BF16_PARTS, EMULATED)
+        if EIGHT:
+            parts: tl.constexpr = 2 if DIM_B else 1
+            x = eight_bits.dot(q, k_tile, eight_bits.no_products(q, TILE_M, TILE_N, parts, EMULATED), EMULATED)
+            if DIM_B:
+                x = eight_bits.dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, EMULATED)
+            x = eight_bits.in_fp32(x, parts)
+            x = eight_bits.scaled(x, n, keys, seqlen_k, scales, MASKED, SOFTCAP, TILE_N, K_TOKENS)
+        else:
+            x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
+            if DIM_B:
+                x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, BF16_PARTS, EMULATED)
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if BIAS:
@@ -46,29 +66,41 @@ def _visit(
         p, fading, total, top = online(x, scale, top, total, MODIFIED)
         if DROPOUT:
             blocks = n // 4 + tl.arange(0, TILE_N // 4)
-            p = tl.where(kept(rows, blocks, pair, seed, offset, threshold, TILE_M, TILE_N // 4), p, 0.0)
+            p = tl.where(kept(rows, blocks, pair, draw, TILE_M, TILE_N // 4), p, 0.0)
+        unit = 1.0
+        if V_TOKENS:
+            p = eight_bits.weighed(p, keys, seqlen_k, scales[3], sees if MASKED else p, MASKED)
+            unit = tl.load(scales[4] + n // eight_bits.TILE)
+        if V_EIGHT:
+            p = eight_bits.e4m3(p * eight_bits.P_SCALE)
         p = narrow(p, v.dtype.element_ty, EMULATED)
-        acc = acc * fading[:, None]
-        acc = dot(p, load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED), acc, BF16_PARTS, EMULATED)
+        v_tile = load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
+        acc = _added(acc * fading[:, None], p, v_tile, unit, V_TOKENS, BF16_PARTS, EMULATED)
         if V_DIM_B:
-            acc_b = acc_b * fading[:, None]
-            v_tile = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            acc_b = dot(p, v_tile, acc_b, BF16_PARTS, EMULATED)
+            v_tile_b = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            acc_b = _added(acc_b * fading[:, None], p, v_tile_b, unit, V_TOKENS, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
 
 @triton.jit
 def forward(
-    q, k, v, o, lse, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    q, k, v, o, lse, row_max, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink,
-    seed, offset, threshold, keep_scale,
+    seed, offset, threshold, drawn, every, first_head, keep_scale, row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre,
+    v_weights, v_units,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
-    SINK: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
-    DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr,
-    EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    SINK: tl.constexpr, DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
+    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr, ROW_MAX: tl.constexpr, EIGHT: tl.constexpr, V_EIGHT: tl.constexpr,
+    K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, seqlen_q, heads, head_dim_v) and LSE (batch, heads, seqlen_q). Grid: m_tiles * batch * heads."""
+    """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
+
+    EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: numbers of `v_scale` and `v_centre` for a head.
+    Grid: m_tiles * batch * heads.
+    """
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles  # under a causal mask the last tiles of queries take longest
     b, h = pair // heads, pair % heads
@@ -86,6 +118,13 @@ def forward(
     acc_b = tl.zeros([TILE_M, V_DIM_B if V_DIM_B else 16], tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
+    scales = ()
+    if EIGHT:
+        pair_k = b.to(tl.int64) * (heads // GROUP) + h // GROUP
+        scales = eight_bits.scales_of(
+            pair.to(tl.int64) * seqlen_q, pair_k, rows, seqlen_q, seqlen_k, row_factor, row_shift, k_scale, k_whole, k_lost,
+            v_weights, v_units, V_TOKENS, TILE_N,
+        )  # fmt: skip
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
     diagonal = shift
     if DIAGONALS:
@@ -98,17 +137,17 @@ def forward(
             first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, ref, bands, bitmaps,
-                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, scales,
                 True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
-                EMULATED, STAGES,
+                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
             )  # fmt: skip
         for r in range(tl.load(span + 1), tl.load(span + 2)):
             first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, 0, bands, bitmaps,
-                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, seed, offset, threshold,
+                first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, scales,
                 False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
-                EMULATED, STAGES,
+                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
             )  # fmt: skip
     else:
         begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
@@ -116,26 +155,41 @@ def forward(
         acc, acc_b, total, top = _visit(
             acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
             first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
-            pair, seed, offset, threshold, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
-            V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+            pair, draw, scales, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
+            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
         )  # fmt: skip
         acc, acc_b, total, top = _visit(
             acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
             free, stop - free, stop - free, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
-            pair, seed, offset, threshold, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
-            V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+            pair, draw, scales, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
+            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
         )  # fmt: skip
     if not MODIFIED:
         top = top * LN2
+    if EIGHT and not SOFTCAP:
+        top = tl.where(total == 0.0, top, top + scales[1])
+    if ROW_MAX:
+        tl.store(row_max + pair.to(tl.int64) * seqlen_q + rows, tl.where(total == total, top, total), mask=rows < seqlen_q)
+    of_keys = total
     if SINK:
         more = tl.load(sink + h).to(tl.float32)
         fading, total, top = joined(more, top, total)
         acc = acc * fading[:, None]
         acc_b = acc_b * fading[:, None]
+        of_keys = of_keys * fading
     share, natural = settled(top, total)
-    share = (share * keep_scale)[:, None]
+    share = share * keep_scale
+    if V_EIGHT:
+        of_keys = tl.div_rn(of_keys, tl.where(total != 0.0, total, 1.0))
+        share = share * (1.0 / eight_bits.P_SCALE)
+        acc = eight_bits.placed(acc, share, of_keys, v_scale, v_centre, pair_k * V_WIDTH + v_dims)
+        if V_DIM_B:
+            acc_b = eight_bits.placed(acc_b, share, of_keys, v_scale, v_centre, pair_k * V_WIDTH + V_DIM + tl.arange(0, V_DIM_B))
+    else:
+        acc = acc * share[:, None]
+        acc_b = acc_b * share[:, None]
     tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-    store_rows(o, acc * share, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
+    store_rows(o, acc, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if V_DIM_B:
-        store_rows(o + V_DIM, acc_b * share, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
+        store_rows(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)

@@ -8,6 +8,7 @@ What the formula itself makes NaN stays so.
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.kernels import eight_bits
 from tilewise.backends.triton.kernels.backward import probability
 from tilewise.backends.triton.kernels.products import load_rows, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
@@ -15,9 +16,9 @@ from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
 
 @triton.jit
-def _kept_of(rows, key, pair, seed, offset, threshold, ROWS: tl.constexpr):
+def _kept_of(rows, key, pair, draw, ROWS: tl.constexpr):
     """Whether dropout keeps one key of each row, (ROWS,)."""
-    block = kept(rows, tl.zeros([1], tl.int32) + key // 4, pair, seed, offset, threshold, ROWS, 1)
+    block = kept(rows, tl.zeros([1], tl.int32) + key // 4, pair, draw, ROWS, 1)
     return tl.sum(tl.where(tl.arange(0, 4)[None, :] == key % 4, block.to(tl.int32), 0), 1) > 0
 
 
@@ -38,11 +39,20 @@ def _whole(acc, lost):
 @triton.jit
 def _weights(
     q, k, v, d_o, lse, delta, queries, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, kept,
-    keep_scale,
+    keep_scale, scales,
     GRADIENT: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    EIGHT: tl.constexpr, K_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """P, P after dropout and, with GRADIENT, dS, of pairs of rows of q and k, of which one is a single row."""
     x = tl.sum(q * k, 1)
+    if EIGHT:
+        factor, shift, (k_scale, _, k_lost) = scales[0], scales[1], scales[2]
+        of_key = tl.load(k_lost + keys)
+        x = x * factor * of_key if K_TOKENS else x * (factor * tl.load(k_scale + keys // eight_bits.TILE)) + of_key
+        if SOFTCAP:
+            x += shift
+        else:
+            lse = tl.where(lse == float("-inf"), lse, lse - shift)
     bend = 1.0
     if MODIFIED:
         x, bend = modify(x, scale, softcap, SOFTCAP)
@@ -70,12 +80,16 @@ def repair_rows(
     q, k, v, d_o, x, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
     x_batch, x_head, x_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
-    bias, bias_batch, bias_head, bias_row, bias_column, sink, seed, offset, threshold, keep_scale,
+    bias, bias_batch, bias_head, bias_row, bias_column, sink, seed, offset, threshold, drawn, every, first_head, keep_scale,
+    row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre, v_weights, v_units,
     GRADIENT: tl.constexpr, SINK: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ALIBI: tl.constexpr, DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+    EIGHT: tl.constexpr, V_EIGHT: tl.constexpr, K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """x is O or, with GRADIENT, dQ. WIDTH: a power of two that holds head_dim, COLUMNS: head_dim, if it is none. Grid: m_tiles * batch * heads."""
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
     b, h = pair // heads, pair % heads
     row = tl.arange(0, TILE_M)
@@ -98,6 +112,13 @@ def repair_rows(
             d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + at_m * d_o_row
             d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
             delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+        scales, pair_k = (), b.to(tl.int64) * (heads // GROUP) + h // GROUP
+        if EIGHT:
+            own_rows = pair.to(tl.int64) * seqlen_q
+            scales = eight_bits.scales_of(
+                own_rows, pair_k, rows, seqlen_q, seqlen_k, row_factor, row_shift, k_scale, k_whole, k_lost, v_weights, v_units, V_TOKENS,
+                TILE_N,
+            )  # fmt: skip
         slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
         diagonal = shift
         if DIAGONALS:
@@ -126,17 +147,24 @@ def repair_rows(
                     sees = (j >= begin) & (j < end)
                 k_tile = load_rows(k + tl.cast(j, tl.int64) * k_row, key - j, k_row, dims, 1, COLUMNS, False).to(tl.float32)
                 v_tile = load_rows(v + tl.cast(j, tl.int64) * v_row, key - j, v_row, v_dims, 1, V_COLUMNS, False).to(tl.float32)
-                keep = _kept_of(rows, j, pair, seed, offset, threshold, TILE_M) if DROPOUT else sees
+                keep = _kept_of(rows, j, pair, draw, TILE_M) if DROPOUT else sees
                 p, dropped, d_s = _weights(
                     q_tile, k_tile, v_tile, d_o_tile, lse_rows, delta_rows, rows, key, seqlen_q, seqlen_k, scale, softcap, slope, diagonal,
-                    bias, bias_row, bias_column, keep, keep_scale, GRADIENT, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+                    bias, bias_row, bias_column, keep, keep_scale, scales, GRADIENT, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, EIGHT,
+                    K_TOKENS,
                 )  # fmt: skip
+                if V_TOKENS:
+                    dropped = dropped * (tl.load(scales[3] + key) * tl.load(scales[4] + key // eight_bits.TILE))
                 term = d_s[:, None] * k_tile if GRADIENT else dropped[:, None] * v_tile
                 acc, lost = _added(acc, lost, tl.where(sees[:, None], term, 0.0), x.dtype.element_ty == tl.float32)
                 total += tl.where(sees, p, 0.0)
+        of_keys = total
         if SINK:
             total += tl.math.exp2((tl.load(sink + h).to(tl.float32) - lse_rows) * LOG2E)
         acc = _whole(acc, lost) / tl.where(total == 0.0, 1.0, total)[:, None]  # 1, but for LSE's rounding
+        if V_EIGHT:
+            of_keys = of_keys / tl.where(total == 0.0, 1.0, total)
+            acc = eight_bits.placed(acc, tl.where(total == total, 1.0, total), of_keys, v_scale, v_centre, pair_k * V_WIDTH + v_dims)
         acc = tl.where((lse_rows == float("-inf"))[:, None], 0.0, acc)  # a row that a bias of -inf leaves nothing
         new = tl.where(spoiled, acc * (scale if GRADIENT else 1.0), old)
         store_rows(x, new, row, x_row, own, limit, own_columns, EMULATED)
@@ -148,12 +176,14 @@ def repair_columns(
     d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
-    seed, offset, threshold, keep_scale,
+    seed, offset, threshold, drawn, every, first_head, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
-    DROPOUT: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
     V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV, with the mask's interval and tables as dkdv has them. Grid: n_tiles * batch * heads / GROUP."""
+    draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     heads_k = heads // GROUP
     b, head_k = pair_k // heads_k, pair_k % heads_k
@@ -211,12 +241,12 @@ def repair_columns(
                     keep = sees
                     if DROPOUT:
                         blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
-                        words = kept(query, blocks, tl.cast(pair, tl.int32), seed, offset, threshold, 1, TILE_N // 4)
+                        words = kept(query, blocks, tl.cast(pair, tl.int32), draw, 1, TILE_N // 4)
                         keep = tl.sum(words.to(tl.int32), 0) > 0
                     _p, dropped, d_s = _weights(
                         k_tile, q_tile, d_o_tile, v_tile, tl.load(lse + at), tl.load(delta + at), query, rows, seqlen_q, seqlen_k, scale,
-                        softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI,
-                        DROPOUT,
+                        softcap, slope, diagonal, here, bias_row, bias_column, keep, keep_scale, (), True, MODIFIED, SOFTCAP, BIAS, ALIBI,
+                        DROPOUT, False, False,
                     )  # fmt: skip
                     blind = tl.load(lse + at) == float("-inf")  # by a bias of -inf alone
                     d_k_term, d_v_term = tl.where(blind, 0.0, d_s[:, None] * q_tile), tl.where(blind, 0.0, dropped[:, None] * d_o_tile)

@@ -85,10 +85,17 @@ def log(x):
 
 
 @triton.jit
-def kept(rows, blocks, pair, seed, offset, threshold, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Which pairs dropout keeps, bool (ROWS, 4 BLOCKS), of query rows and of blocks of four keys; pair: number of batch entry and head."""
+def kept(rows, blocks, pair, draw, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which pairs dropout keeps, bool (ROWS, 4 BLOCKS), of query rows and of blocks of four keys; pair: number of batch entry and head.
+
+    draw: seed, offset and threshold; where rows and heads are those of a larger call also the rows' numbers there, its heads, which of these is the
+    call's first, and the call's own heads.
+    """
+    if len(draw) > 3:
+        rows = tl.load(draw[3] + rows)
+        pair = pair // draw[6] * draw[4] + draw[5] + pair % draw[6]
     zero = tl.zeros([ROWS, BLOCKS], tl.uint32)
     w0, w1, w2, w3 = tl.philox(
-        seed, blocks[None, :].to(tl.uint32) + zero, rows[:, None].to(tl.uint32) + zero, pair.to(tl.uint32) + zero, offset + zero
+        draw[0], blocks[None, :].to(tl.uint32) + zero, rows[:, None].to(tl.uint32) + zero, pair.to(tl.uint32) + zero, draw[1] + zero
     )
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)) >= threshold
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)) >= draw[2]
