@@ -104,7 +104,8 @@ class Backend(Protocol):
     def backward(self, call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
         """Gradients given the forward's outputs and the gradients that reach them; the bias's only where `bias_grad` asks for it.
 
-        `call.precision` is None: what `forward` computed by one has the gradients of the inputs' own dtype (runtime/operator.py).
+        `call.precision` is None: what `forward` computed by one has the gradients of the inputs' own dtype (runtime/operator.py). With
+        `call.wide_keys` dK and dV may be fp32.
         """
         raise NotImplementedError
 
@@ -112,7 +113,8 @@ class Backend(Protocol):
         """What computes `call`, and calls like it, by reading the cache in place; None where each sequence has to be a call of its own, or queries
         that are yet to be rotated have to be so first.
 
-        A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. Nothing in the call is
+        A pair is visible where the mask, leftpad and the tree all show it; the last query of a sequence is its last token. With a share they speak of
+        positions in the whole sequence, of which the caches hold some. O may be in `call.out_dtype`. Nothing in the call is
         read on the host, unless it is there, and nothing that is found depends on it.
         """
         return None
@@ -139,7 +141,7 @@ class Backend(Protocol):
         It takes `AppendCall.tensors`, of which it ignores cu_seqlens where the call has none, and rotary_first. It writes nothing where a token has
         no place, and returns (batch,) int32, overwritten by the next call on the stream: the tokens that each sequence then has, `cache_seqlens` and
         its new ones, whether they had a place or not. It may find that it cannot serve tensors for where they lie, and then writes nothing and
-        returns None.
+        returns None. With a share tokens that other ranks hold have no place.
         """
         return None
 
