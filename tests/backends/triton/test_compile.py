@@ -40,7 +40,9 @@ SPILLS = {
     "sm_120 dkdv bfloat16 192 band plain": 8,
     "sm_120 dkdv bfloat16 256 band plain": 8,
     "sm_120 dq bfloat16 192 band plain": 64,
+    "sm_120 forward bfloat16 128 tiles int8+scores": 48,
     "sm_120 forward bfloat16 128 tiles scores": 64,
+    "sm_120 forward bfloat16 192 band int8": 8,
     "sm_120 forward bfloat16 192 band plain": 8,
     "sm_80 dkdv bfloat16 128 band plain": 8,
     "sm_80 dkdv bfloat16 128 tiles scores": 16,
@@ -50,7 +52,11 @@ SPILLS = {
     "sm_80 dq bfloat16 128 tiles scores": 8,
     "sm_80 dq bfloat16 192 band plain": 48,
     "sm_80 forward bfloat16 128 band bias": 56,
+    "sm_80 forward bfloat16 128 band fp8": 56,
+    "sm_80 forward bfloat16 128 band given": 8,
+    "sm_80 forward bfloat16 128 band largest": 40,
     "sm_80 forward bfloat16 128 band plain": 40,
+    "sm_80 forward bfloat16 128 tiles int8+scores": 8,
     "sm_80 forward bfloat16 128 tiles scores": 16,
     "sm_80 forward bfloat16 512 band plain": 32,
     "sm_80 forward bfloat16 64 band plain": 16,
@@ -62,9 +68,12 @@ SPILLS = {
     "sm_89 dq bfloat16 256 band plain": 8,
     "sm_89 dq bfloat16 512 band plain": 16,
     "sm_89 forward bfloat16 128 band bias": 48,
+    "sm_89 forward bfloat16 128 band fp8": 40,
     "sm_89 forward bfloat16 128 tiles scores": 8,
+    "sm_89 forward bfloat16 192 band int8": 8,
     "sm_89 forward bfloat16 192 band plain": 56,
     "sm_89 forward bfloat16 64 band plain": 24,
+    "sm_90 dkdv bfloat16 128 band part": 32,
     "sm_90 dkdv bfloat16 192 band plain": 16,
     "sm_90 dkdv float32 128 band plain": 32,
     "sm_90 forward bfloat16 64 band plain": 56,
@@ -73,6 +82,7 @@ SPILLS_MORE = {
     "sm_100 dkdv bfloat16 128 tiles scores": 280,
     "sm_120 dkdv float32 128 band plain": 144,
     "sm_120 forward bfloat16 128 band bias": 120,
+    "sm_120 forward bfloat16 128 band fp8": 88,
     "sm_80 forward bfloat16 192 band plain": 80,
     "sm_80 forward bfloat16 40 band plain unaligned": 72,
     "sm_80 prepare bfloat16 512 band plain": 168,
@@ -81,8 +91,10 @@ SPILLS_MORE = {
     "sm_90 dkdv bfloat16 128 tiles scores": 72,
     "sm_90 dkdv bfloat16 40 band plain unaligned": 360,
     "sm_90 dq bfloat16 40 band plain unaligned": 88,
+    "sm_90 forward bfloat16 128 band fp8": 72,
+    "sm_90 forward bfloat16 128 band largest": 112,
     "sm_90 forward bfloat16 128 band plain": 112,
-    "sm_90 forward bfloat16 40 band plain unaligned": 128,
+    "sm_90 forward bfloat16 40 band plain unaligned": 144,
     "sm_90 prepare bfloat16 512 band plain": 200,
 }
 RDNA_SPILLS = {
@@ -102,13 +114,14 @@ RDNA_SPILLS = {
     "gfx1100 dq bfloat16 256 band plain": 1824,
     "gfx1100 dq bfloat16 512 band plain": 4012,
     "gfx1100 dq float32 128 band plain": 740,
-    "gfx1100 forward bfloat16 128 band bias": 172,
-    "gfx1100 forward bfloat16 128 band dropout": 32,
+    "gfx1100 forward bfloat16 128 band bias": 168,
+    "gfx1100 forward bfloat16 128 band dropout": 40,
+    "gfx1100 forward bfloat16 128 band plain": 28,
     "gfx1100 forward bfloat16 128 tiles scores": 56,
     "gfx1100 forward bfloat16 192 band plain": 320,
-    "gfx1100 forward bfloat16 256 band plain": 636,
+    "gfx1100 forward bfloat16 256 band plain": 652,
     "gfx1100 forward bfloat16 512 band plain": 1712,
-    "gfx1100 forward float32 128 band plain": 684,
+    "gfx1100 forward float32 128 band plain": 676,
 }
 LISTED = SPILLS | SPILLS_MORE | RDNA_SPILLS
 """Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them so; others wait
@@ -165,7 +178,7 @@ def test_compiled_anew(case):
 
 def test_the_table_is_of_the_inventory():
     names = [case.name for case in INVENTORY]
-    assert len(set(names)) == len(names) <= 260 and set(TABLE) == set(names)
+    assert len(set(names)) == len(names) <= 380 and set(TABLE) == set(names)
     assert {case.arch for case in INVENTORY} == set(COMPILED)
 
 
