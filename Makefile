@@ -43,7 +43,7 @@ lint: $(VENV)/installed
 	$(MAKE) types
 
 docs: $(VENV)/installed
-	$(RUN) -m mkdocs --version >/dev/null 2>&1 || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -c 'import mkdocs, mathjax' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
 	$(RUN) -m pytest tests/docs/test_site.py
 	$(RUN) -m tilewise report
 	$(RUN) -m mkdocs build --strict

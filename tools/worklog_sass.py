@@ -22,7 +22,7 @@ from tilewise.ladder import RUNGS, VARIANTS
 from tilewise.sm90 import jit
 
 PAGE = Path(__file__).parents[1] / "docs" / "worklog" / "profiling.md"
-SHOWN = ("k5_1", "k5", "k6")
+SHOWN = ("k5", "k6")
 LANDMARK = re.compile(r"SYNCS|BAR\.|WARPGROUP|HGMMA|BRA")
 PRODUCTS, MOST_KINDS = 2, 3  # of a loop; of a summary
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
@@ -100,7 +100,7 @@ def counts_table() -> str:
             f"{exponentials_under_output(instructions)} of {kinds['MUFU.EX2']}",
         ))  # fmt: skip
     names = (
-        "tile", "instructions of the loop", "HGMMA: products of 64 x 128 x 16 or 64 x 64 x 16", "MUFU.EX2: exponentials",
+        "tile", "instructions of the loop", "HGMMA: products of 64 x 128 x 16", "MUFU.EX2: exponentials",
         "FFMA: scale, less the maximum",
         "FMUL: rescaling", "FADD: sums", "FMNMX: maxima", "F2FP: two numbers to bf16", "SHFL: to other lanes of the row",
         "exponentials that stand while O's product may be running",
