@@ -74,11 +74,13 @@ def _visit(
         if V_EIGHT:
             p = eight_bits.e4m3(p * eight_bits.P_SCALE)
         p = narrow(p, v.dtype.element_ty, EMULATED)
+        acc = acc * fading[:, None]
         v_tile = load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
-        acc = _added(acc * fading[:, None], p, v_tile, unit, V_TOKENS, BF16_PARTS, EMULATED)
+        acc = _added(acc, p, v_tile, unit, V_TOKENS, BF16_PARTS, EMULATED)
         if V_DIM_B:
+            acc_b = acc_b * fading[:, None]
             v_tile_b = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            acc_b = _added(acc_b * fading[:, None], p, v_tile_b, unit, V_TOKENS, BF16_PARTS, EMULATED)
+            acc_b = _added(acc_b, p, v_tile_b, unit, V_TOKENS, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
 
