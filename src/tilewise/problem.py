@@ -168,9 +168,7 @@ class Call:
     precision: str | None = None
     row_max: bool = False  # whether the forward also gives each row's largest score
     out: Tensor | None = None  # shaped, typed and placed as O: a backend that can write O there returns it; others need not look
-    wide_keys: bool = (
-        False  # whether dK and dV may come in fp32, for those who add others to them; a backend that rounds them need not look
-    )
+    wide_keys: bool = False  # dK and dV may come in fp32, for those who add others to them; a backend that rounds them need not look
 
     @property
     def batch(self) -> int:
@@ -252,9 +250,7 @@ class DecodeCall:
     q: Tensor  # (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim)
     k_cache: Tensor  # (entries, capacity, heads_k, head_dim), or with page_table (pages, page_size, heads_k, head_dim)
     v_cache: Tensor  # likewise, with head_dim_v; both in q's dtype, or float8_e4m3fn or int8 each
-    seqlens: (
-        Tensor  # (batch,): tokens of each sequence, new ones included; clamped to [0, capacity] where it is used; with a share of all ranks
-    )
+    seqlens: Tensor  # (batch,): tokens of each sequence on all ranks, new ones included; clamped to [0, capacity] where it is used
     page_table: Tensor | None  # (batch, max_pages)
     cu_seqlens_q: Tensor | None  # (batch + 1,)
     max_seqlen_q: int  # no sequence has more query tokens

@@ -236,8 +236,7 @@ def options_of(layer: Any) -> dict[str, Any]:
     if wrong:
         raise UnsupportedError(f"tilewise does not serve {wrong} in SGLang; choose another attention backend for this model")
     causal = layer.attn_type != AttentionType.ENCODER_ONLY
-    window = (
-        -1 if layer.sliding_window_size is None else layer.sliding_window_size
-    )  # of keys before a query; SGLang has subtracted the query itself
+    # Keys before a query: SGLang has subtracted the query itself.
+    window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     mask: Mask | None = None if window < 0 else SlidingWindow(window, 0 if causal else window)
     return {"mask": mask, "causal": causal, "scale": float(layer.scaling), "softcap": float(layer.logit_cap or 0.0)}

@@ -1,8 +1,8 @@
 """The gradients of Q, K and V: `prepare` has delta, `dkdv` owns tiles of keys, `dq` tiles of queries.
 
 Two kernels make seven products of tiles where one makes five, but each sum has one owner and one order (FlashAttention-2, Dao, 2023,
-section 3.1,
-has one kernel, which adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come out of a product.
+section 3.1, has one kernel, which adds up dQ by atomics). dkdv computes scores transposed, so that P and dS are left operands as they come
+out of a product.
 """
 
 import triton
