@@ -1,7 +1,8 @@
 """`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
 
-Without names every rung runs over the sweep. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the
-GPU (cuda or cuda:N), and CHECK=1 prints what the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
+Without names every rung of the forward pass runs over the sweep; those of the backward pass run where they are named (b1), and gradients are timed
+then. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the GPU (cuda or cuda:N), and CHECK=1 prints what
+the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
 `tilewise bench`.
 """
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 
 from tilewise import bench
-from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import BACKWARD_RUNGS, RUNGS, VARIANTS
 from tilewise.sm90.jit import why_not_here
 
 OK, WRONG, UNUSABLE = 0, 1, 2
@@ -28,13 +29,14 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return OK if {"-h", "--help"} & set(arguments) else UNUSABLE
     try:
         contenders = bench.find(",".join(arguments) or ",".join(RUNGS))
-        cells = bench.ladder_from({option: environment[name] for name, option in SELECTORS.items() if name in environment})
+        selected = {option: environment[name] for name, option in SELECTORS.items() if name in environment}
+        cells = bench.ladder_from(selected | ({"direction": "bwd"} if backward(contenders) else {}))
         device = _device(environment.get("DEVICE", "cuda"))
     except ValueError as error:
         print(error, file=sys.stderr)
         return UNUSABLE
     if not arguments:
-        for rung in (*RUNGS.values(), *VARIANTS.values()):
+        for rung in (*RUNGS.values(), *VARIANTS.values(), *BACKWARD_RUNGS.values()):
             console.print(f"{rung.name:13} {rung.title}", highlight=False, markup=False)
     if reasons := why_not_here():
         print(f"The ladder cannot run here: {'; '.join(reasons)}.", file=sys.stderr)
@@ -46,6 +48,11 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     for reason in dict.fromkeys(f"{row.impl}: {row.reason}" for row in rows if row.reason):
         console.print(reason, highlight=False, markup=False)
     return WRONG if any(row.passed is False for row in rows) else OK
+
+
+def backward(contenders: Sequence) -> bool:
+    """Whether a rung of the backward pass is among them, so that it is gradients that are timed."""
+    return any(each.name in BACKWARD_RUNGS for each in contenders)
 
 
 def _device(name: str) -> str:
