@@ -101,11 +101,8 @@ def test_why_the_bench_does_not_ask_it():
     workload = Workload(name="small", dtype=torch.bfloat16, direction="bwd", **sizes)
     assert rung.why_not(workload, CPU) == ["it runs on a Hopper GPU, and the tensors are on cpu: move them to 'cuda'"]
     wrong = rung.why_not(replace(workload, direction="fwd", mask=SlidingWindow(9, 0), scale=1.0), CUDA)
-    assert wrong[:3] == [
-        "it is a backward pass: give direction bwd",
-        "the ladder takes full and causal masks of equal lengths only",
-        "the ladder has the usual scale only",
-    ]
+    masks = "the ladder takes full and causal masks of equal lengths only"
+    assert wrong[:2] == ["it is a backward pass: give direction bwd", masks] and wrong[-1] == "the ladder has the usual scale only"
 
 
 def test_the_command_line_times_gradients_where_such_a_rung_is_named(monkeypatch):

@@ -1,7 +1,7 @@
 """`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
 
-Without names every rung of the forward pass runs over the sweep; those of the backward pass run where they are named (b1), and gradients are timed
-then. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the GPU (cuda or cuda:N), and CHECK=1 prints what
+Without names every rung of the forward pass runs over the sweep; those of the backward pass where they are named (b1..b3), and then gradients are
+timed. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the GPU (cuda or cuda:N), and CHECK=1 prints what
 the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
 `tilewise bench`.
 """

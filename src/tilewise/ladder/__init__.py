@@ -45,7 +45,12 @@ DECODE_RUNGS: dict[str, DecodeRung] = {
 }
 
 BACKWARD_RUNGS: dict[str, BackwardRung] = {
-    rung.name: rung for rung in (BackwardRung("b1", "b1_one_tile", "one block a tile of keys, dQ by atomics"),)
+    rung.name: rung
+    for rung in (
+        BackwardRung("b1", "b1_one_tile", "one block a tile of keys, dQ by atomics"),
+        BackwardRung("b2", "b2_roles", "a producer warp a tile ahead, two consumers share Q and dO"),
+        BackwardRung("b3", "b3_ordered", "dQ in one order: the same bits in every run"),
+    )
 }
 
 # Other names that answer: those of the worklog that the ladder follows, and names under which a rung was measured.

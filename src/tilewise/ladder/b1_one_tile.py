@@ -53,11 +53,13 @@ class Smem(NamedTuple):
     Q: cute.Tensor  # (tile_m, head_dim, stages)
     dO: cute.Tensor
     dS: cute.Tensor  # (tile_m, tile_n, stages)
+    lse: cute.Tensor  # (tile_m, stages) fp32
+    minus_delta: cute.Tensor
 
 
 class Pipes(NamedTuple):
     kv: pipeline.PipelineTmaAsync
-    q: pipeline.PipelineTmaAsync  # a stage is full when both of its tiles are there, Q and dO
+    q: pipeline.PipelineTmaAsync  # a stage is full when Q, dO and their rows' numbers are there
 
 
 class Loads(NamedTuple):
@@ -103,7 +105,8 @@ def kernel(
     layouts: gradients.Layouts, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
-    sm = Smem(*(storage.allocate_tensor(BFloat16, x.outer, 1024, swizzle=x.inner) for x in layouts))
+    tiles = (storage.allocate_tensor(BFloat16, x.outer, 1024, swizzle=x.inner) for x in layouts)
+    sm = Smem(*tiles, *(storage.allocate_tensor(Float32, gradients.layout_of_rows(config), 128) for _ in rows))
     pipes = make_pipes(storage, config)
     n_block, head, _ = arch.block_idx()
     differentiate(loads, rows, results, sm, pipes, mma, n_block, head, scale, scale_log2, config)
@@ -114,7 +117,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps, row = THREADS // 32, config.head_dim * BFloat16.width // 8
     pipes = Pipes(
         tma.make_pipe(storage, 1, 2 * config.tile_n * row, warps),
-        tma.make_pipe(storage, config.stages, 2 * config.tile_m * row, warps),
+        tma.make_pipe(storage, config.stages, 2 * config.tile_m * (row + 4), warps),
     )
     tma.barriers_ready()
     return pipes
@@ -131,12 +134,15 @@ def walk_of(n_block: Int32, seqlen: Int32, config: Constexpr[Config]) -> tuple[I
 
 @cute.jit
 def load_queries(
-    loads: Loads, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, head: Int32, config: Constexpr[Config]
-):
-    """Ask for Q and dO of a tile, as soon as its stage is empty."""
+    loads: Loads, rows: gradients.Rows, sm: Smem, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32, head: Int32,
+    config: Constexpr[Config],
+):  # fmt: skip
+    """Ask for Q and dO of a tile, L and delta of its rows, as soon as its stage is empty."""
     pipes.q.producer_acquire(state)
     tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head))
     tma.load(loads.dO, sm.dO, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head))
+    gradients.load_row(rows.lse[head, None], sm.lse, pipes.q, state, m_block)
+    gradients.load_row(rows.minus_delta[head, None], sm.minus_delta, pipes.q, state, m_block)
     state.advance()
     return state
 
@@ -160,8 +166,8 @@ class Tile(NamedTuple):
     tKcK: cute.Tensor  # (key, column) of each number of dK and of dV
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
-    lse: cute.Tensor  # (rows of whole tiles,) of this head
-    delta: cute.Tensor
+    tlse: cute.Tensor  # (2, tile_m / 8, stages): of this thread's columns
+    tdelta: cute.Tensor
     sum_dQ: cute.Tensor  # (seqlen, head_dim)
     n0: Int32
     scale_log2: Float32
@@ -169,12 +175,13 @@ class Tile(NamedTuple):
 
 @cute.jit
 def make_tile(
-    rows: gradients.Rows, results: Results, sm: Smem, mma: gradients.Mma, n_block: Int32, head: Int32, scale_log2: Float32,
+    results: Results, sm: Smem, mma: gradients.Mma, n_block: Int32, head: Int32, scale_log2: Float32,
     config: Constexpr[Config],
 ) -> Tile:  # fmt: skip
     thread = arch.thread_idx()[0]
     s, dkv, dq = (wgmma.of_warpgroup(x, 0) for x in mma)
     copy_dS = gradients.copy_of_dS(mma.s)
+    tScS = mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m)))
     tile = Tile(
         mma=mma,
         tSrK=s.make_fragment_A(s.partition_A(sm.K))[None, None, None, 0],
@@ -187,13 +194,13 @@ def make_tile(
         tQrK=dq.make_fragment_B(dq.partition_B(gradients.transposed(sm.K)))[None, None, None, 0],
         copy_dS=copy_dS,
         tdSsdS=copy_dS.get_slice(thread).partition_D(gradients.transposed(sm.dS)),
-        tScS=mma.s.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.tile_m))),
+        tScS=tScS,
         tQcQ=mma.dq.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_m, config.head_dim))),
         tKcK=mma.dkv.get_slice(thread).partition_C(cute.make_identity_tensor((config.tile_n, config.head_dim))),
         acc_dK=cute.make_rmem_tensor(dkv.partition_shape_C((config.tile_n, config.head_dim)), Float32),
         acc_dV=cute.make_rmem_tensor(dkv.partition_shape_C((config.tile_n, config.head_dim)), Float32),
-        lse=rows.lse[head, None],
-        delta=rows.delta[head, None],
+        tlse=gradients.columns_of(sm.lse, tScS),
+        tdelta=gradients.columns_of(sm.minus_delta, tScS),
         sum_dQ=results.dQ[head, None, None],
         n0=n_block * config.tile_n,
         scale_log2=scale_log2,
@@ -210,7 +217,7 @@ def differentiate(
 ):  # fmt: skip
     """64 keys: the whole walk over the queries that see them, the first ones first, then dK and dV."""
     loader = arch.make_warp_uniform(arch.warp_idx()) == 0
-    tile = make_tile(rows, results, sm, mma, n_block, head, scale_log2, config)
+    tile = make_tile(results, sm, mma, n_block, head, scale_log2, config)
     first, m_blocks = walk_of(n_block, results.dQ.shape[1], config)
     ahead, state = tma.at_first_empty(config.stages), tma.at_first(config.stages)
     if loader:
@@ -218,7 +225,7 @@ def differentiate(
         tma.load(loads.K, sm.K, pipes.kv, tma.at_first_empty(1), (config.tile_n, config.head_dim), (n_block, 0, head))
         tma.load(loads.V, sm.V, pipes.kv, tma.at_first_empty(1), (config.tile_n, config.head_dim), (n_block, 0, head))
         for m_block in cutlass.range(first, min(first + config.stages, m_blocks), unroll=1):
-            ahead = load_queries(loads, sm, pipes, ahead, m_block, head, config)
+            ahead = load_queries(loads, rows, sm, pipes, ahead, m_block, head, config)
     pipes.kv.consumer_wait(tma.at_first(1))
     for m_block in cutlass.range(first, m_blocks, unroll=1):
         pipes.q.consumer_wait(state)
@@ -226,7 +233,7 @@ def differentiate(
         pipes.q.consumer_release(state)
         state.advance()
         if loader and m_block + config.stages < m_blocks:
-            ahead = load_queries(loads, sm, pipes, ahead, m_block + config.stages, head, config)
+            ahead = load_queries(loads, rows, sm, pipes, ahead, m_block + config.stages, head, config)
     gradients.store_rows(results.dV[head, None, None], tile.acc_dV, Float32(1.0), tile.tKcK, tile.n0)
     gradients.store_rows(results.dK[head, None, None], tile.acc_dK, scale, tile.tKcK, tile.n0)
 
@@ -235,15 +242,15 @@ def differentiate(
 def step(tile: Tile, state: pipeline.PipelineState, m_block: Int32, config: Constexpr[Config]):
     """One tile of queries: S and dP, P and dS, and what they add to dV, dK and dQ."""
     m0, stage, shape = m_block * config.tile_m, state.index, (config.tile_n, config.tile_m)
+    acc_dP = gradients.beginning_with(tile.tdelta[None, None, stage], tile.tScS)  # -delta, to which dP is added
     acc_S = fragments.scores(tile.mma.s, shape, tile.tSrK, tile.tSrQ[None, None, None, stage])
-    acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
-    lse, delta = (gradients.of_columns(x, tile.tScS, m0) for x in (tile.lse, tile.delta))
+    fragments.product(tile.mma.s, acc_dP, tile.tPrV, tile.tPrdO[None, None, None, stage], True)
     warpgroup.wait_group(0)
     if is_masked(tile, m0, config):
         gradients.hide(acc_S, tile.tScS, tile.n0, m0, tile.sum_dQ.shape[0], config.causal)
-    gradients.weigh(acc_S, lse, tile.scale_log2)
+    gradients.weigh(acc_S, tile.tlse[None, None, stage], tile.scale_log2)
+    gradients.differentiate(acc_dP, acc_S)
     P = gradients.as_left_operand(tile.mma.dkv, acc_S, shape)
-    gradients.differentiate(acc_dP, acc_S, delta)
     dS = gradients.as_left_operand(tile.mma.dkv, acc_dP, shape)
     arch.sync_threads()  # all warps have multiplied by the dS before this one
     gradients.put_dS(tile.copy_dS, dS, acc_dP, tile.tdSsdS[None, None, None, stage])

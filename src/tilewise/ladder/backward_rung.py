@@ -87,12 +87,14 @@ class BackwardRung:
             raise UnsupportedError(
                 f"{self.name} takes at most {MOST_HEADS} heads in all (batch * heads), and this is {heads}; cut the batch"
             )
-        m_blocks = -(-seqlen // (tile_m := self.configure(head_dim, causal).tile_m))
-        rows = (*(q.new_empty((heads, m_blocks * tile_m), dtype=torch.float32) for _ in range(2)),)
+        config = self.configure(head_dim, causal)
+        m_blocks = -(-seqlen // config.tile_m)
+        rows = tuple(q.new_empty((heads, m_blocks * config.tile_m), dtype=torch.float32) for _ in range(2))
+        turns = [torch.zeros((heads, m_blocks, config.consumers), dtype=torch.int32, device=q.device)] if self.ordered else []
         sum_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         with torch.cuda.device(q.device):
             tensors = map(jit.aligned, (q, k, v, o, d_o))
-            self.compiled(head_dim, causal)((*tensors, lse.contiguous()), rows, (sum_dq, dk, dv), scale, scale / math.log(2))
+            self.compiled(head_dim, causal)((*tensors, lse.contiguous()), rows, (sum_dq, dk, dv, *turns), scale, scale / math.log(2))
         torch.mul(sum_dq, scale, out=dq)
         return dq, dk, dv
 
@@ -104,13 +106,15 @@ class BackwardRung:
     def arguments(self, config) -> list:
         """Stand-ins for those of `launch`."""
         from tilewise.ladder.gradients import Given, Rows
-        from tilewise.sm90.dsl import BFloat16, Float32
+        from tilewise.sm90.dsl import BFloat16, Float32, Int32, cute, make_fake_tensor
 
-        heads, seqlen, padded = (jit.size() for _ in range(3))
+        heads, seqlen, padded, m_blocks = (jit.size() for _ in range(4))
         q, k, v, o, d_o, dk, dv = (jit.tensor(BFloat16, heads, seqlen, config.head_dim) for _ in range(7))
-        lse, sum_dq = jit.tensor(Float32, heads, seqlen, aligned=False), jit.tensor(Float32, heads, seqlen, config.head_dim)
-        rows = Rows(*(jit.tensor(Float32, heads, padded) for _ in range(2)))
-        return [Given(q, k, v, o, d_o, lse), rows, self.code.Results(sum_dq, dk, dv), Float32(1.0), Float32(1.0)]
+        lse, rows = jit.tensor(Float32, heads, seqlen, aligned=False), Rows(*(jit.tensor(Float32, heads, padded) for _ in range(2)))
+        dense = cute.sym_int64(divisibility=4), config.head_dim, 1  # a stride that is known takes no register
+        sum_dq = make_fake_tensor(Float32, (heads, seqlen, config.head_dim), dense, assumed_align=jit.BYTES)
+        turns = [jit.tensor(Int32, heads, m_blocks, config.consumers, aligned=False)] if self.ordered else []
+        return [Given(q, k, v, o, d_o, lse), rows, self.code.Results(sum_dq, dk, dv, *turns), Float32(1.0), Float32(1.0)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """O and LSE of checked tensors, by FORWARD."""

@@ -19,6 +19,7 @@ from tilewise.sm90.dsl import (
     const_expr,
     cute,
     cutlass,
+    pipeline,
     range_constexpr,
     sm90,
     warp,
@@ -94,7 +95,7 @@ class Rows(NamedTuple):
     """What the pass needs of each query, of whole tiles: (heads, rows) fp32."""
 
     lse: cute.Tensor  # the log-sum-exp in powers of two; +inf behind the last query, so that P = 0 there
-    delta: cute.Tensor  # rowsum(dO O), Eq. 23; 0 behind the last query
+    minus_delta: cute.Tensor  # -rowsum(dO O), Eq. 23; 0 behind the last query
 
 
 @cute.kernel
@@ -112,7 +113,7 @@ def prepare(given: Given, rows: Rows, config: Constexpr):
         delta = arch.warp_reduction_sum(delta)
         if arch.lane_idx() == 0:
             rows.lse[head, row] = lse
-            rows.delta[head, row] = delta
+            rows.minus_delta[head, row] = -delta
 
 
 @cute.jit
@@ -123,14 +124,51 @@ def part(gRow: cute.Tensor, width: Constexpr[int]) -> cute.TensorSSA:
     return held.load().to(Float32)
 
 
+def layout_of_rows(config) -> cute.Layout:
+    """Of a tile's numbers of `Rows` in shared memory: (tile_m, stages) fp32."""
+    return cute.make_layout((config.tile_m, config.stages))
+
+
 @cute.jit
-def of_columns(gX: cute.Tensor, tScS: cute.Tensor, m0: Int32) -> cute.Tensor:
-    """A query's number for each of this thread's columns of S^T, (tile_m / 4,), from global memory. gX: (rows of whole tiles,)."""
-    numbers = const_expr(cute.size(tScS) // fragments.ROWS)
-    held, first = cute.make_rmem_tensor((2, numbers // 2), Float32), fragments.by_rows(tScS)[0, 0][1]
-    pairs = cute.make_layout((2, numbers // 2), stride=(1, 8))
-    cute.autovec_copy(cute.make_tensor(known(gX.iterator + (m0 + first), 8), pairs), held)
-    return cute.make_tensor(held.iterator, cute.make_layout(((2, numbers // 2),)))  # as a row of `fragments.by_rows`
+def load_row(gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, m_block: Int32):
+    """Ask for a tile's numbers, as `tma.load` asks for tiles. gX: (rows of whole tiles,) of this head; sX: (tile_m, stages)."""
+    numbers = const_expr(cute.size(sX, mode=[0]))
+    with arch.elect_one():
+        arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[
+                sX[None, state.index].iterator.toint(),
+                (gX.iterator + m_block * numbers).toint(),
+                Int32(4 * numbers),
+                pipe.producer_get_barrier(state).toint(),
+            ],
+        )
+
+
+@cute.jit
+def columns_of(sX: cute.Tensor, tScS: cute.Tensor) -> cute.Tensor:
+    """Where the numbers of this thread's columns of S^T are, (2, tile_m / 8, stages): pairs, eight columns apart. sX: (tile_m, stages)."""
+    tile_m, stages = const_expr(sX.shape[0]), const_expr(sX.shape[1])
+    first = fragments.by_rows(tScS)[0, 0][1]
+    return cute.make_tensor(sX.iterator + first, cute.make_layout((2, tile_m // 8, stages), stride=(1, 8, tile_m)))
+
+
+@cute.jit
+def beginning_with(pairs: cute.Tensor, tScS: cute.Tensor) -> cute.Tensor:
+    """An accumulator of S^T's shape that has a query's number in its column. pairs: (2, tile_m / 8) in shared memory.
+
+    Every register is read for itself. A copy for the other row would come to lie between two products, and ptxas then waits for the first (C7517).
+    """
+    acc = cute.make_rmem_tensor(tScS.shape, Float32)
+    rows = fragments.by_rows(acc)
+    for c in range_constexpr(cute.size(pairs, mode=[1])):
+        for r in range_constexpr(fragments.ROWS):
+            rows[r, 2 * c], rows[r, 2 * c + 1] = arch.inline_ptx(
+                "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                write_only_types=[Float32, Float32],
+                read_only_args=[pairs[None, c].iterator.toint()],
+            )
+    return acc
 
 
 @cute.jit
@@ -149,19 +187,21 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, n0: Int32, m0: Int32, seqlen: In
 
 
 @cute.jit
-def weigh(acc_S: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-    """S becomes P = exp(scale S - L), Eq. 24. lse: of the columns, in powers of two."""
-    S = fragments.by_rows(acc_S)
+def weigh(acc_S: cute.Tensor, pairs: cute.Tensor, scale_log2: Float32):
+    """S becomes P = exp(scale S - L), Eq. 24. pairs: the columns' L in powers of two, (2, tile_m / 8) in shared memory."""
+    held = cute.make_rmem_tensor(pairs.shape, Float32)
+    cute.autovec_copy(pairs, held)
+    S, lse = fragments.by_rows(acc_S), cute.make_tensor(held.iterator, cute.make_layout((pairs.shape,)))
     for r in range_constexpr(fragments.ROWS):
         S[r, None].store(cute.math.exp2(S[r, None].load() * scale_log2 - lse.load(), fastmath=True))
 
 
 @cute.jit
-def differentiate(acc_dP: cute.Tensor, P: cute.Tensor, delta: cute.Tensor):
-    """dP becomes dS = P (dP - delta), Eq. 25."""
-    dP, P = fragments.by_rows(acc_dP), fragments.by_rows(P)
-    for r in range_constexpr(fragments.ROWS):
-        dP[r, None].store(P[r, None].load() * (dP[r, None].load() - delta.load()))
+def differentiate(acc_dP: cute.Tensor, P: cute.Tensor):
+    """dP - delta becomes dS = P (dP - delta), Eq. 25."""
+    flat = cute.make_layout(cute.size(acc_dP))
+    dP, P = (cute.make_tensor(x.iterator, flat) for x in (acc_dP, P))
+    dP.store(P.load() * dP.load())
 
 
 @cute.jit
@@ -198,6 +238,21 @@ def add_rows(gSum: cute.Tensor, acc_dQ: cute.Tensor, tQcQ: cute.Tensor, m0: Int3
                     "red.relaxed.gpu.global.add.v2.f32 [{$r0}], {{$r1}, {$r2}};",
                     read_only_args=[first + 4 * fragments.column(c), dQ[r, c], dQ[r, c + 1]],
                 )
+
+
+@cute.jit
+def wait_until(turns: cute.Tensor, at: Int32, turn: Int32):
+    """Until a counter has come to `turn`. What others wrote before they counted is there for this thread, and for who meets it at a barrier."""
+    counter, now = (turns.iterator + cute.crd2idx(at, turns.layout)).toint(), Int32(-1)
+    while now != turn:
+        now = arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[counter])
+
+
+@cute.jit
+def give_turn(turns: cute.Tensor, at: Int32):
+    """Count. What this thread, and who met it at a barrier, added is there before the next one's turn is."""
+    counter = (turns.iterator + cute.crd2idx(at, turns.layout)).toint()
+    arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])
 
 
 @cute.jit

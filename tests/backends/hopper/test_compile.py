@@ -190,13 +190,16 @@ def test_backward_rungs(name, head_dim, causal, inspect):
     assert len(found.usage) == 2
     check_nothing_spills(found)
     assert found.spills == [NOTHING_SPILLED]
-    assert found.counts["UTMALDG"] == 4 * head_dim // 64
+    narrow = head_dim * config.tile_m // config.tile_n == 32  # columns of dQ a warpgroup, and so K's boxes
+    assert (
+        found.counts["UTMALDG"] == (6 if name == "b1" else 4 + narrow) * head_dim // 64
+    )  # B1 loads at two places, ahead of the loop and in it
     assert found.counts["HGMMA"] == 2 * head_dim // 16 + 2 * config.tile_m // 16 + config.tile_n // 16
     assert found.counts["gsb0"] == found.counts["ARRIVE"] == 5
     if name == "b1":
         assert found.registers == []
     else:
-        check_registers(found, config)
+        check_registers(replace(found, usage=found.usage[:1]), config)
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)

@@ -27,7 +27,7 @@ class OnLadder:
         return self.rung.in_eight_bits
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        return _beyond(workload) + self.rung.why_not(workload.problem(device))
+        return _beyond(workload, self.rung.why_not(workload.problem(device)))
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         causal, kept = workload.mask == Causal(), []
@@ -55,7 +55,7 @@ class BackwardOnLadder:
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         wrong = ["it is a backward pass: give direction bwd"] if workload.direction == "fwd" else []
-        return wrong + _beyond(workload) + self.rung.why_not(workload.problem(device))
+        return wrong + _beyond(workload, self.rung.why_not(workload.problem(device)))
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         causal, scale = workload.mask == Causal(), workload.softmax_scale
@@ -79,10 +79,10 @@ class _WithRung(torch.autograd.Function):
         return *(x.unflatten(0, (ctx.batch, -1)).transpose(1, 2) for x in found), None, None, None
 
 
-def _beyond(workload: Workload) -> list[str]:
-    """What no rung but those for decoding has."""
+def _beyond(workload: Workload, wrong: list[str]) -> list[str]:
+    """What is beyond a rung, with what no rung has but those for decoding."""
     other = workload.mask not in (Full(), Causal()) or workload.seqlen_q != workload.seqlen_k
-    wrong = ["the ladder takes full and causal masks of equal lengths only"] * other
+    wrong = ["the ladder takes full and causal masks of equal lengths only"] * other + wrong
     return wrong + (["the ladder has the usual scale only"] if workload.scale is not None else [])
 
 
