@@ -1,6 +1,7 @@
 """The ladder's rungs for gradients, carried out without a GPU: right by the one tolerance, whoever comes first."""
 
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from tilewise.backends import tiled
 from tilewise.ladder import BACKWARD_RUNGS, BackwardRung
 from tilewise.ladder.rung import Rung
 from tilewise.masks import Causal, Full
-from tilewise.testing import conformance
+from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, upstream
 
 pytestmark = NEEDED
@@ -46,16 +47,29 @@ def case(seqlen, heads, head_dim, mask):
 
 FIRST = case(150, 1, 64, Causal())
 MORE = case(200, 1, 128, Full()), case(1, 1, 64, Full()), case(300, 1, 128, Causal()), case(65, 2, 64, Full()), case(260, 1, 64, Full())
+MORE += (case(520, 1, 64, Causal()),)
 
 
 @pytest.mark.parametrize("name", BACKWARD_RUNGS)
 @pytest.mark.parametrize("case", [FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)], ids=lambda case: case.id)
 def test_cases(name, case):
-    climbed = [Climbed(BACKWARD_RUNGS[name], pace, seed) for seed, pace in enumerate(PACES)]
+    """With fewer multiprocessors than blocks, which have to wait for none that has not begun."""
+    climbed = [Climbed(BACKWARD_RUNGS[name], pace, seed, slots=2) for seed, pace in enumerate(PACES)]
     for each in climbed:
         conformance.run_hidden(each, case)
     same = ("q", "k", "v") if BACKWARD_RUNGS[name].ordered else ("k", "v")
     assert all(torch.equal(getattr(climbed[0].found, x), getattr(each.found, x)) for each in climbed for x in same)
+
+
+@pytest.mark.parametrize("name", BACKWARD_RUNGS)
+def test_keys_that_do_not_exist(name):
+    """Where all scores are so far below 0 that P of a key of zeros, with a score of 0, would be infinite."""
+    call, (d_o, _) = make(case(70, 1, 64, Full()), 0, grad=True), upstream(case(70, 1, 64, Full()), 0)
+    call = replace(call, q=(call.q.abs() * -8).bfloat16(), k=(call.k.abs() * 8).bfloat16())
+    climbed = Climbed(BACKWARD_RUNGS[name])
+    o, lse = climbed.forward(call)
+    assert lse.max() < -90
+    tolerance.check_gradients(call, climbed.backward(call, o, lse, d_o, None), d_o)
 
 
 @pytest.mark.slow

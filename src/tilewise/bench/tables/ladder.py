@@ -156,7 +156,8 @@ def _before(name: str, measured: set[str]) -> str | None:
 
 
 def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | None:
-    peers = [row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)]
+    others = {impl: row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)}
+    peers = [row for impl, row in others.items() if impl.partition(":")[0] != MINE]
     return fastest(peers)
 
 
