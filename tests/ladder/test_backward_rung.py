@@ -65,6 +65,9 @@ def test_what_it_cannot_do_is_said(rung):
         conformance.run_case(rung, replace(case, heads_q=2))
     with pytest.raises(UnsupportedError, match="no gradient that reaches the log-sum-exp"):
         rung.backward(None, X, LSE, X, LSE)
+    many = bf16(70000, 1, 64)
+    with pytest.raises(UnsupportedError, match=r"at most 65535 heads in all .* and this is 70000; cut the batch"):
+        rung.run(*[many] * 4, torch.zeros(70000, 1), many, False, 1.0)
     assert all(x.shape == (2, 0, 64) for x in rung.run(*[X[:, :0]] * 4, LSE[:, :0], X[:, :0], False, 1.0))
 
 
