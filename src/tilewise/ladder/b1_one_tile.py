@@ -252,9 +252,8 @@ def step(tile: Tile, state: pipeline.PipelineState, m_block: Int32, config: Cons
     gradients.differentiate(acc_dP, acc_S)
     P = gradients.as_left_operand(tile.mma.dkv, acc_S, shape)
     dS = gradients.as_left_operand(tile.mma.dkv, acc_dP, shape)
-    arch.sync_threads()  # all warps have multiplied by the dS before this one
     gradients.put_dS(tile.copy_dS, dS, acc_dP, tile.tdSsdS[None, None, None, stage])
-    arch.sync_threads()  # all of dS is there
+    arch.sync_threads()  # all of dS is there; its stage was free, as the stage of Q was: all warps had released it
     fragments.product(tile.mma.dkv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, stage], tile.tQrK)
     fragments.product(tile.mma.dkv, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)

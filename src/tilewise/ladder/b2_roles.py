@@ -3,7 +3,7 @@
 As K5 does for the forward pass: a producer warp waits for empty stages so that nobody who computes has to, and hands its registers to the
 consumers. Each of the two has 64 keys of a tile of 128, and all columns of their dK and dV; both read the same Q and dO, so a byte that is loaded
 is used twice as often. Of dQ, which all 128 keys add to, each computes half of the columns, and the block adds it to global memory once. For that
-both need all of dS: it has two stages as well, and one barrier a tile is enough.
+both need all of dS, and meet at a barrier.
 
 Predicted bottleneck: a consumer's products and its exponentials still follow one another, and dQ's additions share L2 with the loads.
 Equations: 20 to 27 of docs/algorithm.md, as in B1.
@@ -269,8 +269,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32
     P = gradients.as_left_operand(tile.mma.dkv, acc_S, shape)
     dS = gradients.as_left_operand(tile.mma.dkv, acc_dP, shape)
     gradients.put_dS(tile.copy_dS, dS, acc_dP, tile.tdSsdS[None, None, None, stage])
-    # All of dS is there; and of the tile before, whose stage comes next, both consumers have used it.
-    arch.barrier(barrier_id=DS, number_of_threads=config.consumers * THREADS)
+    arch.barrier(barrier_id=DS, number_of_threads=config.consumers * THREADS)  # all of dS is there, of both consumers
     fragments.product(tile.mma.dkv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, stage], tile.tQrK)
     fragments.product(tile.mma.dkv, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)

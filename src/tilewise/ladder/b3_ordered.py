@@ -278,8 +278,7 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32
     P = gradients.as_left_operand(tile.mma.dkv, acc_S, shape)
     dS = gradients.as_left_operand(tile.mma.dkv, acc_dP, shape)
     gradients.put_dS(tile.copy_dS, dS, acc_dP, tile.tdSsdS[None, None, None, stage])
-    # All of dS is there; and of the tile before, whose stage comes next, both consumers have used it.
-    arch.barrier(barrier_id=DS, number_of_threads=config.consumers * THREADS)
+    arch.barrier(barrier_id=DS, number_of_threads=config.consumers * THREADS)  # all of dS is there, of both consumers
     fragments.product(tile.mma.dkv, tile.acc_dV, P, tile.tVrdO[None, None, None, stage], True)
     acc_dQ = fragments.scores(tile.mma.dq, (config.tile_m, config.head_dim), tile.tQrdS[None, None, None, stage], tile.tQrK)
     fragments.product(tile.mma.dkv, tile.acc_dK, dS, tile.tKrQ[None, None, None, stage], True)
