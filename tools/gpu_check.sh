@@ -79,13 +79,14 @@ fi
 ! chosen gate || "${suite[@]}" tests/gpu/test_hopper_gate.py -m slow
 chosen bench || exit 0
 
-here() { # WORKLOADS NAME,...: the contenders that can run these
+here() { # WORKLOADS NAME,... [DIRECTION]: the contenders that can run these
   "$PYTHON" - "$@" <<'PY'
 import sys
 import torch
 from tilewise import bench
 
-cell, here = bench.workloads_from({"set": sys.argv[1], "dtype": "bf16"})[0], []
+direction = (*sys.argv[3:], "fwd")[0]
+cell, here = bench.workloads_from({"set": sys.argv[1], "dtype": "bf16", "direction": direction})[0], []
 for contender in bench.find(sys.argv[2]):
     if reasons := contender.why_not(cell, torch.device("cuda")):
         print(f"no row of {contender.name}: {'; '.join(reasons)}", file=sys.stderr)
@@ -123,6 +124,9 @@ peers=fa4,fa3,fa3:vllm,sdpa:cudnn,fa2,sdpa:flash
 if [ "$ladder" = yes ]; then
   variants=$("$PYTHON" -c 'from tilewise.ladder import VARIANTS; print(",".join(VARIANTS))')
   measure "$([ ${#cells[@]} = 0 ] && echo "$gpus" || echo 1)" ladder "${impl:-$(here ladder "k1..k8,$variants,$peers")}" --once-above 0.3 "${cells[@]}"
+  if [ -z "$impl" ]; then
+    measure "$([ ${#cells[@]} = 0 ] && echo "$gpus" || echo 1)" ladder "$(here ladder "b1..b3,tilewise,$peers" bwd)" --direction bwd --once-above 0.3 "${cells[@]}"
+  fi
 fi
 if [ "$kernels" = yes ]; then
   for sweep in ${sets//,/ }; do # a contender that takes so long would make the others' calls late: cuDNN has no packed documents

@@ -17,6 +17,7 @@ NEW_FLOORS = {
     "k2": "one fused kernel in place of three: tiles, shared memory and online softmax all need each other",
     "k3": "a copy by threads becomes a descriptor, a ring of stages and mbarriers, none of which is of use alone",
     "d1": "rows are the heads of a group and not queries, keys are cut over blocks, and pieces need a second kernel",
+    "b1": "another pass: five products, the loops swapped, dK and dV in place of O, and dQ as a sum over thread blocks",
     "k4_2": "P cannot go to the tensor cores without the softmax on their accumulator, nor O without both",
 }
 
@@ -38,12 +39,12 @@ def new_lines(before: list[str], after: list[str]) -> int:
     return len(after) - sum(block.size for block in matcher.get_matching_blocks())
 
 
-BRANCH_FROM = "k5_1"  # of decoding
+BRANCHES = {"d": "k5_1", "b": "k4_2"}  # of decoding and of gradients, and the rungs that they leave the ladder from
 
 
 def rungs() -> list[Path]:
-    """The files of the ladder, from the first to the last, and then those of its branch."""
-    return [*sorted(LADDER.glob("k[0-9]*.py")), *sorted(LADDER.glob("d[0-9]*.py"))]
+    """The files of the ladder, from the first to the last, and then those of its branches."""
+    return [path for letter in ("k", *BRANCHES) for path in sorted(LADDER.glob(f"{letter}[0-9]*.py"))]
 
 
 def name_of(path: Path) -> str:
@@ -55,9 +56,10 @@ def name_of(path: Path) -> str:
 def steps() -> list[tuple[str, str, int, int]]:
     """(rung before, rung, its new lines, its lines) for each step up."""
     codes = [(name_of(path), code_lines(path)) for path in rungs()]
-    stem, branch = ([each for each in codes if each[0][0] == letter] for letter in "kd")
-    start = [each for each in stem if each[0] == BRANCH_FROM]
-    pairs = [*pairwise(stem), *pairwise([*start, *branch])]
+    stem = [each for each in codes if each[0][0] == "k"]
+    pairs = [*pairwise(stem)]
+    for letter, start in BRANCHES.items():
+        pairs += pairwise([each for each in codes if each[0] == start or each[0][0] == letter])
     return [(low, high, new_lines(before, after), len(after)) for (low, before), (high, after) in pairs]
 
 

@@ -12,7 +12,7 @@ from ladder import LADDER, code_lines, name_of, new_lines, rungs, steps
 
 PAGES = Path(__file__).parents[1] / "docs" / "worklog"
 LONGEST = 90  # characters of an expression
-OWN_PAGE = {"k5_1": "k5", "k6_1": "k6", "d1": "decode", "d2": "decode"}
+OWN_PAGE = {"k5_1": "k5", "k6_1": "k6", "d1": "decode", "d2": "decode", "b1": "backward", "b2": "backward", "b3": "backward"}
 
 
 def page_of(rung: str) -> str:

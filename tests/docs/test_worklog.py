@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from worklog_pages import FOLDER, ROOT, TEXTS, blocks, excerpt_of, tool
 
-from tilewise.ladder import RUNGS, VARIANTS
+from tilewise.ladder import BACKWARD_RUNGS, RUNGS, VARIANTS
 
 PATHS = pytest.mark.parametrize("name", TEXTS)
 
@@ -47,7 +47,7 @@ def _holds(source, excerpt):
     return False
 
 
-@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d|decode", name)])
+@pytest.mark.parametrize("name", [name for name in TEXTS if re.match(r"k\d|decode|backward", name)])
 def test_excerpts_are_what_the_code_says(name):
     text = TEXTS[name]
     excerpts = [(excerpt_of(text, block), block[1]) for block in blocks(text)]
@@ -65,10 +65,10 @@ def test_a_changed_excerpt_would_be_noticed():
 
 def test_every_rung_has_its_place_for_results():
     text = "".join(TEXTS.values())
-    for marker in ("table", "profile"):
+    for marker, more in (("table", BACKWARD_RUNGS), ("profile", {})):
         places = re.findall(rf"<!-- {marker}:(\S+) -->", text)
         assert len(places) == len(set(places))
-        assert set(RUNGS) <= set(places) <= set(RUNGS | VARIANTS), marker
+        assert {*RUNGS, *more} <= set(places) <= {*RUNGS, *VARIANTS, *more}, marker
     pictures = set(re.findall(r"\]\((traces/\S+\.svg)\)", text))
     assert pictures == {f"traces/{path.name}" for path in (FOLDER / "traces").iterdir()}
     recorded_as = {"k6_1": "k6-turns"}  # before it was a rung; K5.1, K7 and K8 have no trace yet

@@ -11,7 +11,7 @@ import torch
 
 from tilewise.cli import ladder as command
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, BACKWARD_RUNGS, RUNGS, VARIANTS
 from tilewise.ladder.rung import Rung
 from tilewise.sm90 import jit
 
@@ -88,7 +88,7 @@ def test_an_amd_gpu_is_none_whatever_its_capability(capability, monkeypatch):
 def test_the_command_lists_the_rungs_and_says_what_is_needed(capsys):
     assert command.main([], {}) == 2
     out, err = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()] == list(EVERY)
+    assert [line.split()[0] for line in out.splitlines()] == [*EVERY, *BACKWARD_RUNGS]
     assert err.startswith("The ladder cannot run here: ") and err.count("\n") == 1
 
 
@@ -123,11 +123,14 @@ def test_the_command_runs_the_cells_of_the_environment(monkeypatch, capsys):
     assert command.main(["k1..k8"], environment) == 0 and asked["names"] == list(RUNGS)
     assert command.main(["k1..k3_1", "sdpa:cudnn"], environment) == 0
     (cell,) = asked["cells"]
-    assert asked["names"] == ["k1", "k2", "k3_1", "sdpa:cudnn"] and asked["device"] == "cuda"
+    assert asked["names"] == ["k1", "k2", "k3_1", "sdpa:cudnn"] and asked["device"] == "cuda" and cell.direction == "fwd"
     assert (cell.batch, cell.seqlen_q, cell.heads_q, cell.head_dim, cell.dtype) == (32, 512, 32, 64, torch.bfloat16)
     assert command.main([], {}) == 0
     assert len(asked["cells"]) == 24 and asked["names"] == list(RUNGS)
     assert command.main(["k5"], {"DEVICE": "cuda:1"}) == 0 and asked["device"] == "cuda:1"
+    last = list(BACKWARD_RUNGS)[-1]
+    assert command.main([f"b1..{last}", "fa4"], {}) == 0 and asked["names"] == [*BACKWARD_RUNGS, "fa4"]
+    assert {cell.direction for cell in asked["cells"]} == {"bwd"}
     assert "Against the fp64 oracle" in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.ladder import DECODE_RUNGS, RUNGS
+from tilewise.ladder import BACKWARD_RUNGS, DECODE_RUNGS, RUNGS
 
 SPEC = importlib.util.spec_from_file_location("ladder_steps", Path(__file__).parents[2] / "tools" / "ladder.py")
 steps = importlib.util.module_from_spec(SPEC)
@@ -14,14 +14,18 @@ SPEC.loader.exec_module(steps)
 
 def test_no_step_is_higher_than_declared():
     assert steps.faults() == []
-    assert [high for _, high, *_ in steps.steps()] == ["k2", "k3", "k4_1", "k4_2", "k5_1", "k5", "k6_1", "k6", "k7", "k8", "d1", "d2"]
+    stem = ["k2", "k3", "k4_1", "k4_2", "k5_1", "k5", "k6_1", "k6", "k7", "k8"]
+    assert [high for _, high, *_ in steps.steps()] == [*stem, "d1", "d2", *BACKWARD_RUNGS]
     assert [low for low, high, *_ in steps.steps() if high[0] == "d"] == ["k5_1", "d1"]
-    assert {path.stem for path in steps.rungs()} == {rung.module for rung in (*RUNGS.values(), *DECODE_RUNGS.values())}
+    assert [low for low, high, *_ in steps.steps() if high[0] == "b"] == ["k4_2", *BACKWARD_RUNGS][:-1]
+    assert {path.stem for path in steps.rungs()} == {
+        rung.module for rung in (*RUNGS.values(), *DECODE_RUNGS.values(), *BACKWARD_RUNGS.values())
+    }
 
 
 def test_a_step_too_high_and_a_floor_that_is_none_are_said(monkeypatch):
     monkeypatch.setattr(steps, "NEW_FLOORS", {})
-    assert any(fault.startswith("k2 is ") for fault in steps.faults()) and len(steps.faults()) == 4
+    assert any(fault.startswith("k2 is ") for fault in steps.faults()) and len(steps.faults()) == 5
     monkeypatch.setattr(steps, "steps", lambda: [("k1", "k2", 1, 100)])
     monkeypatch.setattr(steps, "NEW_FLOORS", {"k2": "no reason"})
     assert steps.faults() == ["k2 is only 1% new over k1: it is no new floor, take it out of NEW_FLOORS"]

@@ -20,7 +20,7 @@ from tilewise.backends.hopper.eight_bits import config as eight_bits
 from tilewise.backends.hopper.forward import call as forward_call
 from tilewise.backends.hopper.forward import config as forward
 from tilewise.backends.hopper.forward import rows
-from tilewise.ladder import DECODE_RUNGS, RUNGS, VARIANTS
+from tilewise.ladder import BACKWARD_RUNGS, DECODE_RUNGS, RUNGS, VARIANTS
 
 EVERY = {**RUNGS, **VARIANTS}
 
@@ -44,6 +44,12 @@ def of_rung(name: str, head_dim: int, causal: bool) -> Kernel:
 def of_decode_rung(name: str) -> Kernel:
     rung = DECODE_RUNGS[name]
     return Kernel(f"rung {name}", rung.code.launch, rung.arguments, rung.code.configure(**rung.choice))
+
+
+def of_backward_rung(name: str, head_dim: int, causal: bool) -> Kernel:
+    rung = BACKWARD_RUNGS[name]
+    kind = "causal" if causal else "full"
+    return Kernel(f"rung {name} {head_dim} {kind}", rung.code.launch, rung.arguments, rung.configure(head_dim, causal))
 
 
 def of_forward(config) -> Kernel:
@@ -99,6 +105,7 @@ def _tile(config) -> str:
 
 
 OF_RUNGS = list(itertools.product(EVERY, (64, 128), (False, True)))
+OF_BACKWARD_RUNGS = list(itertools.product(BACKWARD_RUNGS, (64, 128), (False, True)))
 
 # Forward
 
@@ -367,6 +374,7 @@ def fast() -> Iterator[Kernel]:
     """What `make test` holds to the rules; some come more than once."""
     yield from itertools.starmap(of_rung, OF_RUNGS)
     yield from map(of_decode_rung, DECODE_RUNGS)
+    yield from itertools.starmap(of_backward_rung, OF_BACKWARD_RUNGS)
     yield from map(of_forward, SHIPPED)
     yield from itertools.starmap(changed_forward, CHANGED)
     yield from of_intervals()

@@ -110,6 +110,7 @@ def bench(options: Namespace) -> int:
     """Measure; FAILED when a result of tilewise's own missed the tolerance, UNUSABLE when nothing could be timed (or passed --check)."""
     import tilewise.bench as harness
     from tilewise.cli import ahead
+    from tilewise.cli.ladder import backward
     from tilewise.display.progress import progress
     from tilewise.ladder import RUNGS, VARIANTS
 
@@ -133,11 +134,13 @@ def bench(options: Namespace) -> int:
         raise ValueError(f"{', '.join(of_train)}: an option of `bench train` alone; write `tilewise bench train --{of_train[0]} ...`")
     impls = _contenders(options)
     rungs = {*RUNGS, *VARIANTS}
-    climbing = any(impl.name in rungs for impl in impls)
+    climbing = backward(impls) or any(impl.name in rungs for impl in impls)
     device = options.device or torch.device("cuda" if climbing else "cpu")
     require(device)
     names = ("batch", "seqlen", "heads", "head_dim", "mask", "causal", "dtype", "direction", "data", "set")
     selected = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if backward(impls):
+        selected.setdefault("direction", "bwd")
     climbing = climbing and not selected.keys() & {"batch", "heads", "mask"}
     if selected.get("set") == "ladder" or (climbing and "set" not in selected):
         workloads = harness.ladder_from({name: value for name, value in selected.items() if name != "set"})
@@ -170,7 +173,7 @@ def bench(options: Namespace) -> int:
         console.print(harness.verdicts(rows))
     elif len(rows) > MOST_LINES and harness.cells_of_models(rows):
         console.print(harness.models_table(rows), highlight=False, markup=False, soft_wrap=True)
-    elif len(rows) <= MOST_LINES or not harness.cells_of(rows):
+    elif len(rows) <= MOST_LINES or not (harness.cells_of(rows) or harness.cells_of(rows, "bwd")):
         console.print(harness.table(rows, console.width))
     else:
         console.print(harness.ladder_table(rows))

@@ -1,8 +1,9 @@
 """`python -m tilewise.ladder [NAME ...]`: list the rungs, then check and time them on this machine's Hopper GPU.
 
-Without names every rung runs over the sweep. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the
-GPU (cuda or cuda:N), and CHECK=1 prints what the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for
-`tilewise bench`. With `--measured` nothing runs: the cells are those that benchmarks/results of this checkout has, and no GPU is needed.
+Without names every rung of the forward pass runs over the sweep; those of the backward pass where they are named (b1..b3), and then gradients are
+timed. SEQLEN, HEADDIM and CAUSAL in the environment (comma-separated) choose cells of it, DEVICE the GPU (cuda or cuda:N), and CHECK=1 prints what
+the checks said. `k1..k8` is a range, k3, k4 and k4_qk answer as well, and peers are named as for `tilewise bench`. With `--measured` nothing runs:
+the cells are those that benchmarks/results of this checkout has, and no GPU is needed.
 """
 
 import sys
@@ -13,7 +14,7 @@ import torch
 from rich.console import Console
 
 from tilewise import bench
-from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, BACKWARD_RUNGS, RUNGS, VARIANTS
 from tilewise.sm90.jit import why_not_here
 
 OK, WRONG, UNUSABLE = 0, 1, 2
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         return OK if {"-h", "--help"} & set(arguments) else UNUSABLE
     try:
         contenders = bench.find(",".join(arguments) or ",".join(RUNGS))
-        cells = bench.ladder_from({option: environment[name] for name, option in SELECTORS.items() if name in environment})
+        selected = {option: environment[name] for name, option in SELECTORS.items() if name in environment}
+        cells = bench.ladder_from(selected | ({"direction": "bwd"} if backward(contenders) else {}))
         device = _device(environment.get("DEVICE", "cuda"))
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             {each.name for each in contenders}, {(cell.head_dim, cell.seqlen_k, str(cell.mask)) for cell in cells}, console
         )
     if not arguments:
-        for rung in (*RUNGS.values(), *VARIANTS.values()):
+        for rung in (*RUNGS.values(), *VARIANTS.values(), *BACKWARD_RUNGS.values()):
             console.print(f"{rung.name:13} {rung.title}", highlight=False, markup=False)
     if reasons := why_not_here():
         print(f"The ladder cannot run here: {'; '.join(reasons)}.", file=sys.stderr)
@@ -65,6 +67,11 @@ def _show_measured(names: set[str], places: set[tuple], console: Console) -> int
         return UNUSABLE
     console.print(bench.ladder_table(rows))
     return OK
+
+
+def backward(contenders: Sequence) -> bool:
+    """Whether a rung of the backward pass is among them, so that it is gradients that are timed."""
+    return any(each.name in BACKWARD_RUNGS for each in contenders)
 
 
 def _device(name: str) -> str:

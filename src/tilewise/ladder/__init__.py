@@ -4,6 +4,7 @@
 Decoding is a branch of its own, from K5.1: `DECODE_RUNGS["d2"](q, k_cache, v_cache, lengths)`; `tilewise bench d1,d2 --set decode` times it.
 """
 
+from tilewise.ladder.backward_rung import BackwardRung
 from tilewise.ladder.decode_rung import DecodeRung
 from tilewise.ladder.rung import Rung
 
@@ -43,7 +44,16 @@ DECODE_RUNGS: dict[str, DecodeRung] = {
     )
 }
 
+BACKWARD_RUNGS: dict[str, BackwardRung] = {
+    rung.name: rung
+    for rung in (
+        BackwardRung("b1", "b1_one_tile", "one block a tile of keys, dQ by atomics"),
+        BackwardRung("b2", "b2_roles", "a producer warp a tile ahead, two consumers share Q and dO"),
+        BackwardRung("b3", "b3_ordered", "dQ in one order: the same bits in every run"),
+    )
+}
+
 # Other names that answer: those of the worklog that the ladder follows, and names under which a rung was measured.
 ALIASES: dict[str, str] = {"k3": "k3_3", "k4_qk": "k4_1", "k4": "k4_2", "k5_2": "k5", "k6:turns": "k6_1", "k6_2": "k6"}
 
-__all__ = ["ALIASES", "DECODE_RUNGS", "RUNGS", "VARIANTS", "DecodeRung", "Rung"]
+__all__ = ["ALIASES", "BACKWARD_RUNGS", "DECODE_RUNGS", "RUNGS", "VARIANTS", "BackwardRung", "DecodeRung", "Rung"]

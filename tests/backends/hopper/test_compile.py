@@ -57,6 +57,7 @@ from kernel_inventory import (
     many_keys,
     of_append,
     of_backward,
+    of_backward_rung,
     of_bias,
     of_decode,
     of_decode_rung,
@@ -75,7 +76,7 @@ from kernel_inventory import (
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.decode.config import LAUNCHED
 from tilewise.backends.hopper.forward import hidden
-from tilewise.ladder import DECODE_RUNGS, RUNGS
+from tilewise.ladder import BACKWARD_RUNGS, DECODE_RUNGS, RUNGS
 from tilewise.sm90.jit import why_no_compiler
 
 MOST_MOVED = 6  # numbers moved to uniform registers ahead of a group of products: stages; each product's descriptor would be many
@@ -177,6 +178,28 @@ def test_decode_rungs(name, inspect):
     assert found.counts["UTMALDG"] == 3 * config.head_dim // 64  # boxes of 128 bytes
     assert found.counts["HGMMA"] == 2 * (config.head_dim // 16 + config.tile_n // 16)
     assert found.counts["gsb0"] == found.counts["ARRIVE"] == found.counts["DEPBAR"] == 4
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", BACKWARD_RUNGS)
+def test_backward_rungs(name, head_dim, causal, inspect):
+    """Five products, each once; and `prepare`, the kernel beside."""
+    kernel = of_backward_rung(name, head_dim, causal)
+    found, config = inspect(kernel), kernel.config
+    assert len(found.usage) == 2
+    check_nothing_spills(found)
+    assert found.spills == [NOTHING_SPILLED]
+    narrow = head_dim * config.tile_m // config.tile_n == 32  # columns of dQ a warpgroup, and so K's boxes
+    assert (
+        found.counts["UTMALDG"] == (6 if name == "b1" else 4 + narrow) * head_dim // 64
+    )  # B1 loads at two places, ahead of the loop and in it
+    assert found.counts["HGMMA"] == 2 * head_dim // 16 + 2 * config.tile_m // 16 + config.tile_n // 16
+    assert found.counts["gsb0"] == found.counts["ARRIVE"] == 5
+    if name == "b1":
+        assert found.registers == []
+    else:
+        check_registers(replace(found, usage=found.usage[:1]), config)
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)

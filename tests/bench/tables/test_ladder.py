@@ -111,6 +111,23 @@ def test_a_rung_between_the_one_before_and_the_best_peer():
         ladder.rung_markdown(ROWS, "k9")
 
 
+def test_rungs_of_the_backward_pass_have_rows_of_their_own():
+    def backward(impl, rate):
+        made = row(impl, rate)
+        return replace(made, case=made.case | {"direction": "bwd"})
+
+    assert ladder.rung_markdown(ROWS, "b1") == ladder.rung_markdown([], "b1") == "b1 is not measured yet."
+    rows = [backward("b1", 300.0), backward("b2", 400.0), backward("fa4", 500.0), backward("tilewise", 600.0)]
+    assert ladder.rung_markdown([*ROWS, *rows], "b2").splitlines()[2:5] == [
+        "| 128 full | b1 | 300 |",
+        "| 128 full | b2 | **400** |",
+        "| 128 full | best peer | 500 fa4 |",
+    ]
+    assert ladder.rung_markdown([*ROWS, *rows], "k6") == ladder.rung_markdown(ROWS, "k6")
+    assert ladder.rung_markdown([*ROWS, *rows], "b3") == "b3 is not measured yet."
+    assert ladder.ladder_table(rows).row_count == 4 and ladder.cells_of(rows) == {}
+
+
 def test_tables_in_the_terminal():
     from rich.console import Console
 

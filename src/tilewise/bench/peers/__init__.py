@@ -9,11 +9,11 @@ from tilewise.bench.peers.cudnn import CudnnInEightBits
 from tilewise.bench.peers.flash_attention import FlashAttention, FlashAttentionDecode, VllmFlashAttention3, VllmFlashAttention3Decode
 from tilewise.bench.peers.flashinfer import FlashInfer, Xqa
 from tilewise.bench.peers.flex import Flex
-from tilewise.bench.peers.ladder import DecodeOnLadder, OnLadder
+from tilewise.bench.peers.ladder import BackwardOnLadder, DecodeOnLadder, OnLadder
 from tilewise.bench.peers.naive import Naive
 from tilewise.bench.peers.sdpa import KERNELS, Sdpa, SdpaDecode, SdpaDocuments
 from tilewise.bench.peers.tilewise import Tilewise, TilewiseDecode, TilewiseE4M3
-from tilewise.ladder import ALIASES, DECODE_RUNGS, RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, BACKWARD_RUNGS, DECODE_RUNGS, RUNGS, VARIANTS
 
 FOR_ATTENTION = "tilewise,sdpa,naive"
 FOR_DECODE = "tilewise,sdpa:cudnn,sdpa:flash,fa2,fa3,fa3:vllm,fa4,flashinfer,flashinfer:xqa"
@@ -22,7 +22,7 @@ FA2, FA3, FA4 = ("fa2", "flash_attn"), ("fa3", "flash_attn_interface"), ("fa4", 
 
 def ours(name: str) -> bool:
     """Whether a contender is tilewise or a kernel of its ladder; the others are peers."""
-    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES, *DECODE_RUNGS}
+    return name.partition(":")[0] == "tilewise" or name in {*RUNGS, *VARIANTS, *ALIASES, *DECODE_RUNGS, *BACKWARD_RUNGS}
 
 
 def known() -> dict[str, Impl]:
@@ -47,6 +47,7 @@ def known() -> dict[str, Impl]:
         VllmFlashAttention3("fa3:fp8", in_eight_bits=True),
         FlashAttention(*FA4, None, ("scale", "softcap", "sink")),
         *(OnLadder(rung) for rung in (*RUNGS.values(), *VARIANTS.values())),
+        *(BackwardOnLadder(rung) for rung in BACKWARD_RUNGS.values()),
     ]
     return {impl.name: impl for impl in everyone}
 
@@ -91,10 +92,11 @@ def _found(names: list[str], everyone: dict, it: str) -> list:
 
 
 def _expanded(item: str) -> list[str]:
-    """The rungs of a range, in the ladder's order; another item as it is, or by its first name."""
-    ladder, (first, dots, last) = list(RUNGS), item.partition("..")
+    """The rungs of a range, in the order of the ladder or of its backward branch; another item as it is, or by its first name."""
+    first, dots, last = item.partition("..")
     if not dots:
         return [ALIASES.get(item, item)]
+    ladder = list(BACKWARD_RUNGS if first in BACKWARD_RUNGS else RUNGS)
     if first not in ladder or last not in ladder or ladder.index(first) > ladder.index(last):
         raise ValueError(f"impl is {item!r}; a range goes up the ladder, from one of {', '.join(ladder)} to another: k1..k8")
     return ladder[ladder.index(first) : ladder.index(last) + 1]

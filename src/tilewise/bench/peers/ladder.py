@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tilewise.bench.sets import Attend, Caches, Cell, Workload
-from tilewise.ladder import DecodeRung, Rung
+from tilewise.ladder import BackwardRung, DecodeRung, Rung
 from tilewise.masks import Causal, Full
 
 
@@ -27,9 +27,7 @@ class OnLadder:
         return self.rung.in_eight_bits
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        other = workload.mask not in (Full(), Causal()) or workload.seqlen_q != workload.seqlen_k
-        wrong = ["the ladder takes full and causal masks of equal lengths only"] * other + self.rung.why_not(workload.problem(device))
-        return wrong + (["the ladder has the usual scale only"] if workload.scale is not None else [])
+        return _beyond(workload, self.rung.why_not(workload.problem(device)))
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         causal, kept = workload.mask == Causal(), []
@@ -42,6 +40,50 @@ class OnLadder:
             return o.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
         return attend
+
+
+@dataclass(frozen=True)
+class BackwardOnLadder:
+    """A rung of the ladder's branch for gradients, behind a forward pass of the ladder."""
+
+    rung: BackwardRung
+    heads_first: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.rung.name
+
+    def why_not(self, workload: Workload, device: torch.device) -> list[str]:
+        wrong = ["it is a backward pass: give direction bwd"] if workload.direction == "fwd" else []
+        return wrong + _beyond(workload, self.rung.why_not(workload.problem(device)))
+
+    def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        causal, scale = workload.mask == Causal(), workload.softmax_scale
+        return lambda q, k, v: _WithRung.apply(q, k, v, self.rung, causal, scale)
+
+
+class _WithRung(torch.autograd.Function):
+    """Attention of q, k, v (batch, seqlen, heads, head_dim), whose gradients are a rung's."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rung: BackwardRung, causal: bool, scale: float) -> Tensor:
+        heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # views, as heads come first in memory
+        o, lse = rung.attend(*heads, causal, scale)
+        ctx.save_for_backward(*heads, o, lse)
+        ctx.rung, ctx.rest, ctx.batch = rung, (causal, scale), q.shape[0]
+        return o.unflatten(0, (ctx.batch, -1)).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx, d_o: Tensor):
+        found = ctx.rung(*ctx.saved_tensors, d_o.transpose(1, 2).flatten(0, 1), *ctx.rest)
+        return *(x.unflatten(0, (ctx.batch, -1)).transpose(1, 2) for x in found), None, None, None
+
+
+def _beyond(workload: Workload, wrong: list[str]) -> list[str]:
+    """What is beyond a rung, with what no rung has but those for decoding."""
+    other = workload.mask not in (Full(), Causal()) or workload.seqlen_q != workload.seqlen_k
+    wrong = ["the ladder takes full and causal masks of equal lengths only"] * other + wrong
+    return wrong + (["the ladder has the usual scale only"] if workload.scale is not None else [])
 
 
 @dataclass(frozen=True)

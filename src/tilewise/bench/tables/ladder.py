@@ -11,7 +11,7 @@ from tilewise.bench.compare import MINE, fastest
 from tilewise.bench.sets import tokens
 from tilewise.bench.store import Row, latest
 from tilewise.bench.tables.rows import MISSING, header, line
-from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, BACKWARD_RUNGS, RUNGS, VARIANTS
 from tilewise.machine.sheets import MACHINES
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ MASKS = {"Full()": "full", "Causal()": "causal"}
 Cells = dict[tuple[str, int, str, int], Row]  # by contender, head_dim, mask, seqlen
 
 
-def cells_of(rows: Iterable[Row]) -> Cells:
+def cells_of(rows: Iterable[Row], direction: str = "fwd") -> Cells:
     """The timed rows of the ladder's sweep, the latest of each place, by the clock that counts; a rung's under its first name."""
     cells: Cells = {}
-    timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == "fwd")
+    timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == direction)
     for row in latest(replace(row, impl=ALIASES.get(row.impl, row.impl)) for row in timed):
         place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
@@ -39,11 +39,11 @@ def cells_of(rows: Iterable[Row]) -> Cells:
 def _contenders(cells: Cells) -> list[str]:
     """The ladder's in its order, then the peers in the rows' order."""
     found = list(dict.fromkeys(impl for impl, *_ in cells))
-    return [name for name in (*RUNGS, *VARIANTS) if name in found] + [name for name in found if not _ours(name)]
+    return [name for name in (*RUNGS, *VARIANTS, *BACKWARD_RUNGS) if name in found] + [name for name in found if not _ours(name)]
 
 
 def _ours(name: str) -> bool:
-    return name in RUNGS or name in VARIANTS
+    return name in RUNGS or name in VARIANTS or name in BACKWARD_RUNGS
 
 
 def rate(row: Row | None) -> str:
@@ -56,7 +56,8 @@ def ladder_table(rows: Iterable[Row]) -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    cells = cells_of(rows)
+    rows = list(rows)
+    cells = cells_of(rows) or cells_of(rows, "bwd")
     lengths = sorted({seqlen for *_, seqlen in cells})
     made = Table(title="TFLOP/s on visible pairs", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     made.add_column("head_dim, mask")
@@ -145,9 +146,9 @@ def share(row: Row | None) -> str:
 def rung_markdown(rows: Iterable[Row], name: str) -> str:
     """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
     if not _ours(name):
-        raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS))}")
-    cells = cells_of(rows)
-    if not cells:
+        raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS, *BACKWARD_RUNGS))}")
+    cells = cells_of(rows, "bwd" if name in BACKWARD_RUNGS else "fwd")
+    if not cells and name not in BACKWARD_RUNGS:
         return NOT_MEASURED
     if name not in (measured := {impl for impl, *_ in cells}):
         return f"{name} is not measured yet."
@@ -169,12 +170,13 @@ def _before(name: str, measured: set[str]) -> str | None:
     """The next rung below that is measured; of a variant, the rung it is a variant of."""
     if name in VARIANTS:
         return name.partition(":")[0]
-    order = list(RUNGS)
+    order = list(BACKWARD_RUNGS if name in BACKWARD_RUNGS else RUNGS)
     return next((rung for rung in reversed(order[: order.index(name)]) if rung in measured), None)
 
 
 def _best_peer(cells: Cells, head_dim: int, mask: str, seqlen: int) -> Row | None:
-    peers = [row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)]
+    others = {impl: row for (impl, *place), row in cells.items() if place == [head_dim, mask, seqlen] and not _ours(impl)}
+    peers = [row for impl, row in others.items() if impl.partition(":")[0] != MINE]
     return fastest(peers)
 
 
