@@ -11,7 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 from mkdocs.utils import get_relative_url
 
@@ -25,6 +24,8 @@ def mathjax() -> Path:
     """The folder of MathJax's files. PluginError where the package that has them is not installed."""
     found = importlib.util.find_spec("mathjax")
     if found is None or found.origin is None:
+        from mkdocs.exceptions import PluginError  # the hooks that need no site are tested without mkdocs
+
         raise PluginError("MathJax is not installed: pip install -c constraints.txt '.[docs]' (the package django-static-mathjax)")
     return Path(found.origin).parent / "static/mathjax/es5"
 
