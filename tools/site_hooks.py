@@ -11,9 +11,6 @@ import re
 import sys
 from pathlib import Path
 
-from mkdocs.structure.files import File
-from mkdocs.utils import get_relative_url
-
 MATHJAX = "javascripts/mathjax"  # where the site has it
 SCRIPT, FONTS = "tex-chtml.js", "output/chtml/fonts/woff-v2"
 SOCIAL = "social.png"
@@ -24,7 +21,7 @@ def mathjax() -> Path:
     """The folder of MathJax's files. PluginError where the package that has them is not installed."""
     found = importlib.util.find_spec("mathjax")
     if found is None or found.origin is None:
-        from mkdocs.exceptions import PluginError  # the hooks that need no site are tested without mkdocs
+        from mkdocs.exceptions import PluginError
 
         raise PluginError("MathJax is not installed: pip install -c constraints.txt '.[docs]' (the package django-static-mathjax)")
     return Path(found.origin).parent / "static/mathjax/es5"
@@ -32,6 +29,8 @@ def mathjax() -> Path:
 
 def on_files(files, *, config):
     """MathJax with its fonts, and the picture of the site."""
+    from mkdocs.structure.files import File  # here, as `without_missing` is tested where mkdocs is not installed
+
     folder = mathjax()
     for path in (folder / SCRIPT, *sorted((folder / FONTS).iterdir())):
         files.append(File.generated(config, f"{MATHJAX}/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))
@@ -54,6 +53,8 @@ def on_post_page(output: str, *, page, config) -> str:
     """MathJax on pages with formulas: a megabyte that the others need not load."""
     if 'class="arithmatex"' not in output:
         return output
+    from mkdocs.utils import get_relative_url
+
     script = f'<script src="{get_relative_url(f"{MATHJAX}/{SCRIPT}", page.url)}" async></script>'
     return output.replace("</body>", f"{script}</body>")
 
