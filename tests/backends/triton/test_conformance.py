@@ -22,13 +22,13 @@ def held(name: str, case: cases.Case) -> float:
     return getattr(conformance, name)(Triton(), case)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.id)
 def test_cases(case):
     interpreted(held, "run_case", case)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("name", ["run_hidden", "run_spoiled", "run_scattered", "run_row_max"])
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
 def test_nothing_hidden_is_read(case, name):
