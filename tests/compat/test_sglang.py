@@ -109,7 +109,7 @@ def test_a_pool_of_windows_has_places_of_its_own(module):
 
 
 def test_caches_of_e4m3(module):
-    half, quarter = torch.tensor(0.5), torch.tensor(0.25)
+    half, quarter = torch.tensor(0.5), torch.tensor([0.25])
     pool = standin.Pool(standin.slots_of(3, 16), HEADS_K, DIM, DIM, dtype=torch.float8_e4m3fn)
     runner = standin.runner(pool, 3, 16, dtype=torch.float8_e4m3fn)
     for scales in (half, quarter), (None, None):

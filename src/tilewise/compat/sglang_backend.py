@@ -219,7 +219,9 @@ class Backend(AttentionBackend):
         return found
 
     def _scale(self, scale: Tensor | None) -> Tensor:
-        return torch.ones((), dtype=torch.float32, device=self.device) if scale is None else scale
+        if scale is None:
+            return torch.ones((), dtype=torch.float32, device=self.device)
+        return scale.reshape(()) if scale.numel() == 1 else scale
 
 
 def options_of(layer: Any) -> dict[str, Any]:
