@@ -231,6 +231,9 @@ def test_keys_are_parted_only_where_memory_asks():
         report = plan.report(most_bytes=int(bound * of_head))
         assert report.pieces == pieces and report.at_once <= bound * of_head, (bound, report)
         assert f"in {pieces[0]} parts of heads and {pieces[1]} of keys" in str(report)
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="most_bytes must be"):
+            plan.report(most_bytes=wrong)
     tiny = plan.report(most_bytes=1)  # a tile of one head is the least
     assert tiny.pieces == (8, 79) and tiny.at_once == 128 * 2 * 128 * 2
     assert plan.report(4, most_bytes=of_head, batch=2).pieces == (8, 5)

@@ -41,9 +41,8 @@ def demo(options: Namespace) -> int:
 
 def _demo_line(options: Namespace) -> str:
     """The command that makes this report again, without where it is written: the page is sent to others."""
-    defaults = {"steps": 120, "seed": 0, "budget_s": 100.0}
     given = {name: getattr(options, name) for name in ("device", "steps", "batch", "context", "seqlens", "seed", "budget_s", "threads")}
-    changed = {name: value for name, value in given.items() if value is not None and value != defaults.get(name)}
+    changed = {name: value for name, value in given.items() if value not in (None, options.usual.get(name))}
     words = {name: ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value) for name, value in changed.items()}
     return " ".join(["tilewise demo", *(f"--{name.removesuffix('_s')} {word}" for name, word in words.items())])
 

@@ -257,6 +257,9 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
         "--budget", dest="budget_s", type=_seconds, default=100.0, metavar="SECONDS",
         help="stop training and sweep early where they would take longer (default: %(default)g)",
     )  # fmt: skip
+    command.set_defaults(
+        usual={"steps": command.get_default("steps"), "seed": command.get_default("seed"), "budget_s": command.get_default("budget_s")}
+    )
 
 
 def _check_options(command: argparse.ArgumentParser) -> None:

@@ -124,7 +124,7 @@ class Backend(AttentionBackend):
         kept, requests, batch = self.kept, forward_batch.batch_size, forward_batch
         if kept is None:
             raise UnsupportedError("SGLang asked for a graph before init_cuda_graph_state")
-        slots, window = self._table(batch, self.most), None
+        slots = self._table(batch, self.most)
         now = Metadata(
             lengths=kept.lengths[:requests], table=kept.table[:requests], window_table=None, window_slots=None, starts=None, tokens=requests
         )

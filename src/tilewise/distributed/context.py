@@ -120,7 +120,7 @@ def attention(
         errors.check_sink(sink, q, plan.heads[0])
     plan.check_runs(q.device)
     bytes_of_key = (k.shape[3] + v.shape[3]) * k.shape[0] * k.itemsize
-    pieces = plan.pieces(bytes_of_key, most_bytes and check_count("most_bytes", most_bytes, 1), _stages(stages, plan))
+    pieces = plan.pieces(bytes_of_key, most_bytes, _stages(stages, plan))
     if pieces[1] > 1 and dropout_p:
         raise UnsupportedError(f"with most_bytes={most_bytes} keys come in {pieces[1]} parts, in which dropout is not counted; give more")
     options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, *pieces)

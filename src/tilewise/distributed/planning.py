@@ -248,11 +248,13 @@ class Plan:
 
     def pieces(self, bytes_of_key: int, most_bytes: int | None, stages: int = 1) -> tuple[int, int]:
         """(stages, parts): in how many parts of heads, and of keys, a rank computes, that keys and values of no more than `most_bytes` are there at a
-        time, at bytes_of_key of a token and head. Keys are parted only where those of one head at a time are too many. `stages` at least.
+        time, at bytes_of_key of a token and head. Keys are parted only where those of one head at a time are too many. `stages` at least. ValueError:
+        most_bytes below 1.
         """
         here = self.heads[1] // self.sharing
         if most_bytes is None:
             return stages, 1
+        check_count("most_bytes", most_bytes, 1)
         for n in (n for n in range(stages, here + 1) if here % n == 0):
             if here // n * bytes_of_key * self.k.length <= most_bytes:
                 return n, 1
