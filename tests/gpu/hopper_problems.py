@@ -8,7 +8,7 @@ from tilewise.backends.hopper.forward import call as forward
 from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, Slices, SlidingWindow
 from tilewise.sm90.jit import why_not_here
 from tilewise.testing import conformance
-from tilewise.testing.cases import random_mask
+from tilewise.testing.cases import Case, random_mask
 
 NEEDS_HOPPER = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not_here()), reason="; ".join(why_not_here()))]
 
@@ -143,3 +143,16 @@ def random_slices(draw):
     if draw(0, 2):
         mask = mask - SlidingWindow(draw(0, 40), draw(0, 40))
     return {"mask": mask, "batch": draw(1, 3), "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 8 * draw(1, 9)}
+
+
+def of_the_ladder(seqlens: tuple[int, ...]) -> list[Case]:
+    """What every rung takes, of these lengths, and in each layout."""
+    return [
+        Case(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=2, heads_k=2, head_dim=head_dim, mask=mask, dtype="bf16")
+        for seqlen in seqlens
+        for head_dim in (64, 128)
+        for mask in (Full(), Causal())
+    ] + [
+        Case(batch=3, seqlen_q=150, seqlen_k=150, heads_q=3, heads_k=3, head_dim=128, mask=Causal(), dtype="bf16", layout=layout)
+        for layout in ("bshd", "bhsd", "sliced", "expanded", "inner")
+    ]  # fmt: skip

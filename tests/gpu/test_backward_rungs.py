@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper_problems import NEEDS_HOPPER
+from hopper_problems import NEEDS_HOPPER, of_the_ladder
 
 from tilewise.errors import UnsupportedError
 from tilewise.ladder import BACKWARD_RUNGS
@@ -13,15 +13,7 @@ from tilewise.testing.cases import Case
 pytestmark = NEEDS_HOPPER
 
 SEQLENS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 193, 256, 300, 577, 1000)
-CASES = [
-    Case(batch=1, seqlen_q=seqlen, seqlen_k=seqlen, heads_q=2, heads_k=2, head_dim=head_dim, mask=mask, dtype="bf16")
-    for seqlen in SEQLENS
-    for head_dim in (64, 128)
-    for mask in (Full(), Causal())
-] + [
-    Case(batch=3, seqlen_q=150, seqlen_k=150, heads_q=3, heads_k=3, head_dim=128, mask=Causal(), dtype="bf16", layout=layout)
-    for layout in ("bshd", "bhsd", "sliced", "expanded", "inner")
-]  # fmt: skip
+CASES = of_the_ladder(SEQLENS)
 
 
 def rungs(test):
