@@ -54,7 +54,7 @@ def test_backends_are_those_of_the_code_in_their_order():
     rows = re.findall(r"^\| `(\w+)` \|.*?\| (.*) \|$", start("backends.md").partition("Nothing falls back")[0], re.MULTILINE)
     assert [name for name, _ in rows] == [backend.name for backend in dispatch.backends()]
     by_name = [name for name, chosen_for in rows if chosen_for.startswith("nothing, unless it is asked for")]
-    assert sorted(by_name) == sorted(dispatch.CHOSEN_ONLY_BY_NAME)
+    assert sorted(by_name) == sorted(backend.name for backend in dispatch.backends() if backend.by_name)
 
 
 def test_commands_are_those_of_the_code():

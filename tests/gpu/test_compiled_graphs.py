@@ -96,7 +96,7 @@ def test_structure_is_in_the_graph():
 
 
 def test_what_a_capture_cannot_hold():
-    q, k, v = tensors(1, 20, 2, 64, dtype=torch.float32)
+    q, k, v = tensors(1, 20, 2, 64, dtype=torch.float64)
     x, y, z = tensors(1, 20, 2, 64, dtype=torch.bfloat16)
     seen, other = (torch.rand(20, 20, device="cuda") < 0.5 for _ in range(2))
     tw.attention(x, y, z, mask=tw.Dense(other))  # its kernel is there

@@ -5,6 +5,7 @@ import torch
 
 import tilewise as tw
 from tilewise.backends.triton import Triton, targets
+from tilewise.errors import ShapeError
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow
 from tilewise.problem import Call, Dropout
 from tilewise.testing import cases, conformance
@@ -89,3 +90,61 @@ def test_varlen_reads_nothing_on_the_host(inner):
     torch.testing.assert_close(found, want, atol=2e-2, rtol=2e-2)
     for mine, right in zip(gradients, torch.autograd.grad(want.sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(mine, right, atol=4e-2, rtol=4e-2)
+
+
+GRAPHS = {
+    "causal": {"causal": True},
+    "window, softcap": {"mask": SlidingWindow(100, 7), "softcap": 30.0},
+    "chunks": {"mask": ChunkedCausal(90)},
+    "documents": {"mask": Documents([0, 100, 300], inner=Causal())},
+    "fp32": {"causal": True},
+    "bias": {},
+    "sink, slopes": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("kind", [*GRAPHS, "varlen"])
+def test_a_graph_follows_its_tensors(kind):
+    """Forward and gradients, captured once and replayed with other values: nothing is read on the host."""
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    q, k, v = x = [torch.randn(1, 300, heads, 64, dtype=dtype, device="cuda", requires_grad=True) for heads in (4, 2, 2)]
+    cu = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    extras = {}
+    if kind == "bias":
+        extras["bias"] = torch.randn(1, 4, 300, 300, dtype=dtype, device="cuda", requires_grad=True)
+    if kind == "sink, slopes":
+        extras = {"sink": torch.randn(4, device="cuda", requires_grad=True), "alibi_slopes": torch.rand(4, device="cuda")}
+    leaves = [*x, *(y for y in extras.values() if y.requires_grad)]
+
+    def step():
+        if kind == "varlen":
+            o = tw.attention_varlen(q[0], k[0], v[0], cu, cu, causal=True, backend="triton")
+        else:
+            o = tw.attention(q, k, v, **extras, **GRAPHS[kind], backend="triton")
+        return o, *torch.autograd.grad(o.float().square().sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for end in (100, 17, 299):
+        for y in leaves:
+            y.data.normal_()
+        cu.copy_(torch.tensor([0, end, 300]))
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [y.clone() for y in captured]
+        for mine, right in zip(found, step(), strict=True):
+            torch.testing.assert_close(mine, right, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [[0, 200, 100, 300], [5, 300], [0, 301], [0, 400, 300]], ids=str)
+def test_bad_lengths_on_the_device_are_named(wrong):
+    q = torch.randn(300, 2, 64, dtype=torch.bfloat16, device="cuda")
+    cu = torch.tensor(wrong, dtype=torch.int32, device="cuda")
+    with pytest.raises(ShapeError, match="cu_seqlens"):
+        tw.attention_varlen(q, q, q, cu, cu, backend="triton")

@@ -65,6 +65,7 @@ class Backend(Protocol):
 
     name: str
     eight_bits: bool = False  # whether `forward` serves calls of `Problem.eight_bits`; those without are passed over (runtime/dispatch.py)
+    by_name: str = ""  # a sentence that says why it runs only when asked for by name; empty where it need not be asked for
     keeps_row_max: bool = False  # whether `forward` serves calls with `row_max`; those without are passed over (runtime/dispatch.py)
 
     def why_not(self, problem: Problem) -> list[str]:

@@ -30,6 +30,7 @@ class Reference(Backend):
     """The fp64 oracle as a backend. It takes every problem; its memory grows with seqlen_q * seqlen_k."""
 
     name = "reference"
+    by_name = "it keeps the whole score matrix in fp64, so it runs only when asked for by name"
     eight_bits = True  # it computes what they stand for, and what `precision` would round, in fp64
     keeps_row_max = True
 

@@ -7,8 +7,6 @@ from tilewise.errors import UnsupportedError
 from tilewise.machine import environment, once
 from tilewise.problem import Problem
 
-CHOSEN_ONLY_BY_NAME = "reference", "triton"  # the second until its whole suite has passed on a GPU
-
 
 @cache
 def backends() -> tuple[Backend, ...]:
@@ -67,7 +65,7 @@ def choose(problem: Problem, name: str | None = None, decodes: bool = False) -> 
             raise UnsupportedError(f"backend {name!r} cannot run this problem: {'; '.join(why_not)}. {way_out}.")
         return backend
     for backend in backends():
-        if not found[backend.name] and backend.name not in CHOSEN_ONLY_BY_NAME:
+        if not found[backend.name] and not backend.by_name:
             _say_what_is_missing(backend, problem)
             return backend
     listing = "; ".join(f"{other}: {', '.join(why) or 'runs only when asked for by name'}" for other, why in found.items())

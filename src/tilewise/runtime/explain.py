@@ -11,7 +11,7 @@ from tilewise.masks import Mask
 from tilewise.masks.notebook import html
 from tilewise.masks.tiles import lower
 from tilewise.problem import Call, Problem
-from tilewise.runtime.dispatch import CHOSEN_ONLY_BY_NAME, choose, reasons
+from tilewise.runtime.dispatch import choose, named, reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,7 @@ def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
 
 
 def _preference(name: str, chosen: str) -> str:
-    if name in CHOSEN_ONLY_BY_NAME:
-        return "it keeps the whole score matrix in fp64, so it runs only when asked for by name"
-    return f"it can run this, but {chosen} comes first"
+    return named(name).by_name or f"it can run this, but {chosen} comes first"
 
 
 def _count(call: Call, tile_m: int, tile_n: int) -> TileCounts:

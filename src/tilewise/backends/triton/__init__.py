@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from tilewise.backends import Backend, BoundDecode
+from tilewise.backends.tables import documents
+from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import targets
+from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
 __all__ = ["Triton"]
@@ -23,6 +26,21 @@ class Triton(Backend):
     name = "triton"
     eight_bits = True
     keeps_row_max = True
+
+    @property
+    def by_name(self) -> str:
+        """The interpreter is for tests."""
+        return "in Triton's interpreter it runs only when asked for by name" if targets.interpreted() else ""
+
+    def reads(self, problem: Problem) -> bool:
+        """Nothing is, where `why_not` is empty: documents are found from cu_seqlens on the GPU."""
+        return bool(self.why_not(problem))
+
+    def reads_decode(self, problem: Problem, mask: Mask, page_size: int | None, in_keys: bool) -> bool:
+        """What `decode.why_not` refuses is cut by lengths on the host."""
+        from tilewise.backends.triton.config import decodes
+
+        return window_of(mask) is None or not decodes(problem.dtype, problem.head_dim, problem.head_dim_v)
 
     def why_not(self, problem: Problem) -> list[str]:
         """Sentences that say why this backend cannot run the problem; empty when it can."""
@@ -85,6 +103,7 @@ class Triton(Backend):
         """`forward` and `backward` for more calls that differ in nothing but what tensors hold."""
         from tilewise.backends.triton.bound import Bound
 
+        documents.check(call.mask, call.seqlen_q, call.seqlen_k)
         return Bound(_in_rows(call))
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
