@@ -59,7 +59,7 @@ def by_rows(mask: Mask) -> bool:
 
 def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
     """Raise ShapeError for bad cu_seqlens that are on the device. They are read once; under CUDA graph capture they cannot be."""
-    if isinstance(mask, Unread) and not torch.cuda.is_current_stream_capturing():
+    if isinstance(mask, Unread) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         mask.check(seqlen_q, seqlen_k)
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.bound import ALIGNED, on, wide
+from tilewise.backends.triton.bound import on, wide
 from tilewise.backends.triton.decode import DTYPES, in_rows, ranks, strides, tables
 from tilewise.backends.triton.kernels import append as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
+from tilewise.backends.triton.tape import ALIGNED, Tapes
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import AppendCall
@@ -43,6 +44,7 @@ class Appender:
 
     def __init__(self, call: AppendCall) -> None:
         self._launchers: dict[bool, Callable] = {}
+        self.tapes = Tapes()
         self.packed, self.device, self.target = call.cu_seqlens is not None, call.k.device, of_device(call.k.device)
         self.bits, (*tokens, heads, dim), dim_v = call.k.dtype in EIGHT_BITS, call.k.shape, call.v.shape[-1]
         batch, whole = call.cache_seqlens.shape[0], [configs.power(each) for each in (dim, dim_v)]
@@ -75,21 +77,28 @@ class Appender:
         if self.bits:
             k, v, k_cache, v_cache = (x.view(torch.int8) for x in (k, v, k_cache, v_cache))
         ends = torch.empty(self.numbers["batch"], dtype=torch.int32, device=self.device)
-        arguments: dict[str, object] = self.numbers | {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "ends": ends}
-        for name, x in (("k", k), ("v", v)):
-            arguments |= strides(name, x[None] if self.packed else x, "batch", "row", "head")
-        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-            arguments |= strides(name, x, "page", "row", "head")
+        operands: dict[str, Tensor | None] = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "ends": ends}
         for name, x in (("lengths", lengths), ("starts", starts), ("firsts", first), ("entry_of", entry_of)):
-            arguments[name] = None if x is None else x.contiguous()
-        if pages is not None:
-            arguments |= {"pages": (pages := in_rows(pages)), "pages_batch": pages.stride(0)}
-        if cos is not None and sin is not None:
-            arguments |= tables(cos, sin)
+            operands[name] = None if x is None else x.contiguous()
+        operands |= {name: None if x is None else in_rows(x) for name, x in (("pages", pages), ("cos", cos), ("sin", sin))}
         with on(self.device):
-            self._launcher(all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (k, v, k_cache, v_cache)))(self.programs, arguments)
+            self.tapes.run("append", operands, (), lambda: self._launch(operands))
         torch.autograd.graph.increment_version(caches)
         return ends
+
+    def _launch(self, operands: dict) -> None:
+        k, v, pages = operands["k"], operands["v"], operands["pages"]
+        arguments = self.numbers | operands
+        for name in ("k", "v"):
+            arguments |= strides(name, operands[name][None] if self.packed else operands[name], "batch", "row", "head")
+        for name in ("k_cache", "v_cache"):
+            arguments |= strides(name, operands[name], "page", "row", "head")
+        if pages is not None:
+            arguments["pages_batch"] = pages.stride(0)
+        if operands["cos"] is not None and operands["sin"] is not None:
+            arguments |= tables(operands["cos"], operands["sin"])
+        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (k, v, operands["k_cache"], operands["v_cache"]))
+        self._launcher(aligned)(self.programs, arguments)
 
     def _launcher(self, aligned: bool) -> Callable:
         if aligned not in self._launchers:

@@ -20,16 +20,17 @@ from tilewise.backends.triton.gradients import Gradients
 from tilewise.backends.triton.kernels import backward, forward, repair
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
+from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import Documents, Mask, Unread
 from tilewise.masks.mask import Plane
 from tilewise.problem import Call, Dropout, in_fp32
 
-ALIGNED = 16  # bytes, of which a tensor's address and strides are multiples for wide loads
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
 MOST_ROWS = 512  # of any program's tile
+PACKED = "cu_q", "cu_k", "q_scales", "k_scales", "v_scales"
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
 
@@ -82,7 +83,7 @@ def _finder(
 
     def find(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
         cu_q, cu_k = documents.on_device(cu_seqlens_q, device), documents.on_device(cu_seqlens_k, device)
-        count, ends = cu_q.shape[0] - 1, torch.empty(2, rows, dtype=torch.int32, device=device)
+        count, ends = cu_q.shape[0] - 1, scratch((2, rows), torch.int32, device)
         if count and rows:
             given = {"cu_q": cu_q, "cu_k": cu_k, "ends": ends, "documents": count, "steps": count.bit_length() + 1}
             run(-(-rows // ROWS), fixed | given)
@@ -152,6 +153,7 @@ class Bound:
         self.visible = Visible(call, self.device, self.config)
         self.back: Gradients | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
+        self.tapes = Tapes()
 
     def config_of(self, purpose: str) -> configs.Config:
         """Of one pass."""
@@ -201,27 +203,30 @@ class Bound:
         tiles = -(-self.like.seqlen_q // self.config.tile_m)
         if not self.batch * self.heads * tiles:
             return o, lse, *largest
+        written = {"o": o, "lse": lse, "row_max": largest[0] if largest else None}
+        with on(self.device):
+            self.tapes.run(
+                ("forward", o.stride()),
+                {"q": q, "k": k, "v": v, **written, **self.of_extras(extras)},
+                self.visible.arguments.values(),
+                lambda: self._attend(q, k, v, written, tiles, extras),
+            )
+        return o, lse, *largest
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, written: Mapping, tiles: int, extras: tuple[Tensor | None, ...]) -> None:
+        """Launch all of the forward pass."""
         bias, slopes, sink, rng, *packed = extras
         check_memory(q=q, k=k, v=v, bias=bias, alibi_slopes=slopes, sink=sink)
-        operands, more = {"q": q, "k": k, "v": v}, {}
-        given = {
-            "lse": lse,
-            "row_max": largest[0] if largest else None,
-            "seqlen_q": self.like.seqlen_q,
-            "seqlen_k": self.like.seqlen_k,
-            "heads": self.heads,
-            "m_tiles": tiles,
-            "sink": sink,
-        }
-        with on(self.device):
-            if self.quantiser is not None:
-                operands, more = self.quantiser(q, k, v, packed, self.small)
-            arguments = self.arguments(operands | {"o": o}, bias, slopes, rng) | given | more | self.visible.of(*packed[:2])
-            self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
-                tiles * self.batch * self.heads, arguments
-            )
-            self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
-        return o, lse, *largest
+        operands, more, o = {"q": q, "k": k, "v": v}, {}, written["o"]
+        sizes = {"seqlen_q": self.like.seqlen_q, "seqlen_k": self.like.seqlen_k, "heads": self.heads, "m_tiles": tiles}
+        if self.quantiser is not None:
+            operands, more = self.quantiser(q, k, v, packed, self.small)
+        found = self.arguments(operands | {"o": o}, bias, slopes, rng)
+        arguments = {**found, **written, **sizes, "sink": sink, **more, **self.visible.of(*packed[:2])}
+        self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
+            tiles * self.batch * self.heads, arguments
+        )
+        self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
 
     @property
     def wanted(self) -> dict[str, object]:
@@ -294,10 +299,18 @@ class Bound:
         if slopes is not None:
             found["slopes"] = slopes = slopes.contiguous()
             found["slopes_batch"] = 0 if slopes.shape[0] == 1 else self.heads
+        return found | self.drawn | self.random(rng)
+
+    def random(self, rng: Tensor | None) -> dict[str, object]:
+        """Dropout as the kernels take it."""
         dropout = self.like.dropout
-        if dropout is None:
-            return found | _NOT_DROPPED
-        return found | self.drawn | _drawn(dropout if rng is None else dropout.drawn_by(rng))
+        return _NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng))
+
+    def of_extras(self, extras: tuple[Tensor | None, ...]) -> dict[str, object]:
+        """What is a call's own beside q, k, v and the results, for `Tapes.run`."""
+        bias, slopes, sink, rng, *packed = extras
+        found = {"bias": bias, "slopes": slopes, "sink": sink, **dict(zip(PACKED, packed, strict=True))}
+        return found if self.like.dropout is None else found | self.random(rng)
 
     @property
     def drawn(self) -> dict[str, object]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.bound import ALIGNED, PARTS, on, wide
+from tilewise.backends.triton.bound import PARTS, on, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
+from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
@@ -92,6 +93,7 @@ class Decoder:
         self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
         self.target, self.device = of_device(call.q.device), call.q.device
         self._launchers: dict[tuple[Callable, bool], Callable] = {}
+        self.tapes = Tapes()
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
         self.shape = (*call.q.shape[:-1], self.dim_v)
         shares, window, page_size = self.shares, window_of(call.mask), call.k_cache.shape[1]
@@ -152,53 +154,72 @@ class Decoder:
         lse = torch.empty(shape, dtype=torch.float32, device=self.device)
         if lse.numel() == 0:
             return o, lse
-        whole = {"o": o, "lse": lse}
+        operands, whole = self._operands(given, seqlens), {"o": o, "lse": lse}
+        made = {} if joined is None else {"partial_o": joined[0], "partial_lse": joined[1]}
+        behind = {} if joined is None else {"behind": joined[0][joined[2] :], "lse_behind": joined[1][joined[2] :]}
         with on(self.device):
-            if joined is None and shares.splits == 1:
-                self._attend(given, seqlens, whole)
-                return o, lse
-            partial_o, partial_lse, there = joined or (*self.partials(shares.splits), 0)
-            self._attend(given, seqlens, whole | {"partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
-            merged = self.numbers | whole | {"partial_o": partial_o, "partial_lse": partial_lse, "splits": len(partial_o)}
-            self._launcher(kernels.merge, o.data_ptr() % ALIGNED == 0 and wide(o))(-(-shares.rows // MERGE.tile_m), merged)
+            self.tapes.run(joined is None, {**operands, **whole, **made, **behind}, (), lambda: self._launch(operands, whole, joined))
         return o, lse
 
     def partials(self, parts: int) -> tuple[Tensor, Tensor]:
         """Memory for O and LSE of so many parts of the keys, in fp32."""
         shapes = (parts, self.shares.rows, self.dim_v), (parts, self.shares.rows)
-        found = [torch.empty(shape, dtype=torch.float32, device=self.device) for shape in shapes]
+        found = [scratch(shape, torch.float32, self.device) for shape in shapes]
         return found[0], found[1]
 
     def attend(self, given: tuple, seqlens: Tensor, partial_o: Tensor, partial_lse: Tensor) -> None:
         """Write the parts alone."""
+        operands, written = self._operands(given, seqlens), {"partial_o": partial_o, "partial_lse": partial_lse}
+        written |= {"o": partial_o, "lse": partial_lse}
         with on(self.device):
-            self._attend(given, seqlens, {"o": partial_o, "lse": partial_lse, "partial_o": partial_o, "partial_lse": partial_lse})
+            self.tapes.run("parts", operands | written, (), lambda: self._attend(operands, written))
 
-    def _attend(self, given: tuple, seqlens: Tensor, written: Mapping[str, Tensor]) -> None:
-        """Launch `kernels.decode`."""
+    def _launch(
+        self, operands: Mapping[str, Tensor | None], whole: Mapping[str, Tensor], joined: tuple[Tensor, Tensor, int] | None
+    ) -> None:
+        """Launch all of a call."""
+        if joined is None and self.shares.splits == 1:
+            self._attend(operands, whole)
+            return
+        partial_o, partial_lse, there = joined or (*self.partials(self.shares.splits), 0)
+        self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
+        merged, o = {**self.numbers, **whole, "partial_o": partial_o, "partial_lse": partial_lse, "splits": len(partial_o)}, whole["o"]
+        self._launcher(kernels.merge, o.data_ptr() % ALIGNED == 0 and wide(o))(-(-self.shares.rows // MERGE.tile_m), merged)
+
+    def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
+        """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""
         q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
-        shares = self.shares
         check_memory(q=q, k_cache=k, v_cache=v, alibi_slopes=slopes, sink=sink)
         q, k, v = map(in_rows, (q, k, v))
         k, v = (x if x.dtype == stored else x.view(stored) for x, stored in zip((k, v), self.stored, strict=True))
-        arguments: dict[str, object] = {**self.numbers, **written, "q": q, "k_cache": k, "v_cache": v, "lengths": seqlens.contiguous()}
+        found = {"q": q, "k_cache": k, "v_cache": v, "lengths": seqlens.contiguous(), "k_scale": k_scale, "v_scale": v_scale}
+        found |= {
+            name: None if x is None else x.contiguous() for name, x in (("starts", starts), ("entry_of", entry_of), ("leftpad", leftpad))
+        }
+        found |= {name: None if x is None else in_rows(x) for name, x in (("pages", pages), ("cos", cos), ("sin", sin))}
+        found |= {name: None if x is None else x.float().contiguous() for name, x in (("slopes", slopes), ("sink", sink))}
+        return found | {"tree": None if tree is None else tree.contiguous().view(torch.int8)}
+
+    def _attend(self, operands: Mapping[str, Tensor | None], written: Mapping[str, Tensor]) -> None:
+        """Launch `kernels.decode`."""
+        q, k, v, pages, tree, slopes, cos, sin = (
+            operands[name] for name in ("q", "k_cache", "v_cache", "pages", "tree", "slopes", "cos", "sin")
+        )
+        assert q is not None and k is not None and v is not None
+        shares, arguments = self.shares, {**self.numbers, **operands, **written}
         arguments |= strides("q", q[None] if shares.ragged else q, "batch", "row", "head")
         for name, x in (("k_cache", k), ("v_cache", v)):
             arguments |= strides(name, x, "page", "row", "head")
-        for name, x in (("starts", starts), ("entry_of", entry_of), ("leftpad", leftpad)):
-            arguments[name] = None if x is None else x.contiguous()
         if pages is not None:
-            arguments |= {"pages": (pages := in_rows(pages)), "pages_batch": pages.stride(0)}
+            arguments["pages_batch"] = pages.stride(0)
         if tree is not None:
             new = tree.shape[1]
-            arguments |= {"tree": tree.contiguous().view(torch.int8), "tree_batch": 0 if tree.shape[0] == 1 else new * new, "new": new}
+            arguments |= {"tree_batch": 0 if tree.shape[0] == 1 else new * new, "new": new}
         if slopes is not None:
-            arguments |= {"slopes": slopes.float().contiguous(), "slopes_batch": 0 if slopes.shape[0] == 1 else shares.heads}
-        if sink is not None:
-            arguments["sink"] = sink.float().contiguous()
-        for name, x in (("k", k_scale), ("v", v_scale)):
-            if x is not None:
-                arguments |= {f"{name}_scale": x} | strides(f"scale_{name}", self._spread(x), "page", "row", "head")
+            arguments["slopes_batch"] = 0 if slopes.shape[0] == 1 else shares.heads
+        for name in ("k", "v"):
+            if (x := operands[f"{name}_scale"]) is not None:
+                arguments |= strides(f"scale_{name}", self._spread(x), "page", "row", "head")
         if cos is not None and sin is not None:
             arguments |= tables(cos, sin)
         aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"]))
@@ -235,8 +256,7 @@ def ranks(share: Share | None) -> dict[str, int]:
 
 
 def tables(cos: Tensor, sin: Tensor) -> dict[str, object]:
-    """Rotary tables as kernels take them."""
-    cos, sin = in_rows(cos), in_rows(sin)
+    """Rotary tables with contiguous rows as kernels take them."""
     found: dict[str, object] = {"cos": cos, "sin": sin, "cos_row": cos.stride(0), "sin_row": sin.stride(0)}
     return found | {"pairs": cos.shape[1], "positions": cos.shape[0]}
 

@@ -11,6 +11,7 @@ from tilewise.backends.tables import documents
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.kernels import eight_bits as kernels
 from tilewise.backends.triton.launch import Kernel
+from tilewise.backends.triton.tape import scratch
 from tilewise.masks import Unread
 from tilewise.problem import Call
 
@@ -78,7 +79,7 @@ class Quantiser:
         n_tiles, stride = -(-n // TILE), max(configs.LEAST_DIM, self.width)
 
         def new(*shape: int, dtype: torch.dtype = fp32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            return scratch(shape, dtype, device)
 
         keys: dict[str, object] = {"tokens": self.tokens, "seqlen_k": n, "heads": heads_k, "n_tiles": n_tiles}
         if self.unread:

@@ -15,6 +15,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
 
 NAMES = {
@@ -80,18 +81,25 @@ def compiled(kernel: Kernel, target: Target):
     return triton.compile(source, target=target.gpu(), options=kernel.config.options(target))
 
 
+@functools.cache
 def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, object]], None]:
     """What runs the kernel with a grid of so many programs and arguments by name, on the current device and stream."""
     types, _ = kernel.signature()
     known = {name: None if kind.startswith("*") else 0 for name, kind in types.items()} | dict(kernel.constants)
-    if interpreted():
-        return lambda programs, arguments: kernel.function[(programs,)](**known | _of(arguments, known))
-    loaded = compiled(kernel, target)
-    return lambda programs, arguments: loaded[(programs, 1, 1)](*[arguments.get(name, value) for name, value in known.items()])
+    loaded = None if interpreted() else compiled(kernel, target)
+
+    def run(programs: int, arguments: Mapping[str, object]) -> None:
+        start = _in_interpreter(kernel.function[(programs,)], tuple(known)) if loaded is None else loaded[(programs, 1, 1)]
+        values = [arguments.get(name, value) for name, value in known.items()]
+        if (tape := recording()) is not None:
+            tape.add(start, known, values)
+        start(*values)
+
+    return run
 
 
-def _of(arguments: Mapping[str, object], names: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in arguments.items() if name in names}
+def _in_interpreter(function: Callable, names: tuple[str, ...]) -> Callable:
+    return lambda *values: function(**dict(zip(names, values, strict=True)))
 
 
 def on(device: torch.device):
