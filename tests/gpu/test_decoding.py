@@ -128,13 +128,17 @@ def test_what_the_backend_covers_never_waits():
     pool = Pool(torch.bfloat16)
     q = randn(len(LENGTHS), 1, HEADS[0], DIM)
     words = {"cache_seqlens": ints(*LENGTHS), "page_table": pool.table, "return_lse": True}
-    given = dict.fromkeys(decode_operator.Operands._fields) | {
-        "q": q,
-        "k_cache": pool.k,
-        "v_cache": pool.v,
-        "mask_tensors": [],
-        "mask": "Causal()",
-    }
+    given = (
+        dict.fromkeys(decode_operator.Operands._fields)
+        | {"cp_rank": 0, "cp_world": 1, "cp_interleave": 1}
+        | {
+            "q": q,
+            "k_cache": pool.k,
+            "v_cache": pool.v,
+            "mask_tensors": [],
+            "mask": "Causal()",
+        }
+    )
     given |= {"softcap": 0.0, "shared_prefix": 0, "interleaved": False, "check": False} | {
         name: words[name] for name in ("cache_seqlens", "page_table")
     }

@@ -72,13 +72,14 @@ def measure(feature: str, backend: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="triton")
+    parser.add_argument("--features", default=",".join(FEATURES), help="default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="append the lines to this file")
     parser.add_argument("--feature", choices=FEATURES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.feature:
         print(json.dumps(measure(options.feature, options.backend)))
         return
-    for feature in FEATURES:
+    for feature in options.features.split(","):
         with tempfile.TemporaryDirectory() as folder:
             environment = os.environ | {"TRITON_CACHE_DIR": folder}
             for cache in ("empty", "on disk"):
