@@ -61,6 +61,12 @@ class Triton(Backend):
             reasons.append(f"its fp32 gradients of a head_dim above {MOST_DIM // 2} need {FP32_GRAD_BYTES >> 10} KiB of shared memory")
         return reasons
 
+    def missing(self, problem: Problem) -> str:
+        """What keeps an NVIDIA GPU from Ampere on that is here, or an AMD one, from running the problem: no Triton, or one that cannot be trusted."""
+        refused = targets.why_not(problem.capability)
+        old = not torch.version.hip and problem.capability is not None and problem.capability < (8, 0)
+        return refused if problem.device == "cuda" and not old and self.why_not(problem) == [refused] else ""
+
     def describe(self) -> str:
         """Triton's version, for `explain` and `doctor`."""
         if not targets.installed():
