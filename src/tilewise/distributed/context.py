@@ -175,7 +175,7 @@ class _Attention(torch.autograd.Function):
         found = []
         for piece, keys, values in _keys(k, v, plan, options):
             given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=grad)
-            results = operator.attend(given)[:2] if queries.shape[1] else _nothing(given)
+            results = operator.attend(given, wide_keys=True)[:2] if queries.shape[1] else _nothing(given)
             if options.parts > 1:
                 results = results[0].to(results[1].dtype), results[1]
             found.append(results if piece.begins else merge(*zip(found.pop(), results, strict=True)))
