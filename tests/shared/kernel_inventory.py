@@ -369,7 +369,7 @@ def wide_keys(*configs: backward.Config) -> list[backward.Config]:
 
 WIDE_KEYS = wide_keys(
     *(many_keys(dims, SEES[i % len(SEES)], {}) for i, dims in enumerate(backward.TILES)),
-    heads_apart(*APART[2]),
+    heads_apart(*APART[4]),
     of_length((128, 128), "all", 8192),
     few_keys((64, 64), "causal", {}, torch.float16),
 )
