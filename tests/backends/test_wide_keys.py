@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 import wide_keys
 
+from tilewise import distributed
 from tilewise.backends.cpu import Cpu, native
 from tilewise.backends.tiled import Tiled
 from tilewise.masks import Causal, Documents, SlidingWindow
+from tilewise.runtime import operator
 from tilewise.testing.cases import Case, make
 
 CASES = [
@@ -35,3 +38,26 @@ def test_they_round_to_what_is_given_without(case, backend, dtype):
     if reasons := backend.why_not(make(case, grad=True).problem):
         pytest.skip(reasons[0])
     wide_keys.held(backend, case)
+
+
+def test_both_passes_of_a_rank_say_so(monkeypatch):
+    """The forward pass too, during which a backend may compile the gradients' kernels."""
+    told = []
+
+    class Telling(Tiled):
+        def forward(self, call):
+            told.append(call.wide_keys)
+            return super().forward(call)
+
+        def backward(self, call, *given, **named):
+            told.append(call.wide_keys)
+            return super().backward(call, *given, **named)
+
+    monkeypatch.setattr(operator, "choose", lambda *_: Telling())
+    call = make(replace(CASES[2], head_dim_v=None), grad=True)
+    plan = distributed.plan(Causal(), call.seqlen_q, (0, 1), heads=(call.heads_q, call.heads_k), head_dim=call.head_dim)
+    q, k, v = (x.requires_grad_() for x in (call.q, call.k, call.v))
+    o = distributed.attention(q, k, v, plan)
+    assert o.requires_grad
+    found = torch.autograd.grad(o.sum(), (q, k, v))
+    assert told == [True, True] and all(x.dtype == call.q.dtype for x in found)
