@@ -1,20 +1,25 @@
-"""dK and dV before they are rounded, for those who add others to them: fp32 numbers that round to what is given without."""
+"""dK and dV before they are rounded, for those who add others to them: fp32 elements that round to what is given without."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+import wide_keys
 
+from tilewise import distributed
 from tilewise.backends.cpu import Cpu, native
 from tilewise.backends.tiled import Tiled
 from tilewise.masks import Causal, Documents, SlidingWindow
-from tilewise.problem import Call
+from tilewise.runtime import operator
+from tilewise.testing.cases import Case, make
 
-SHAPES = [  # batch, seqlen_q, seqlen_k, heads, head_dim, head_dim_v, mask
-    (2, 130, 300, (4, 2), 64, 64, Causal()),
-    (1, 5, 700, (4, 1), 40, 24, SlidingWindow(100, 0)),  # few queries have a way of their own
-    (1, 200, 200, (2, 2), 72, 40, Documents([0, 90, 200])),
-    (1, 3, 64, (2, 2), 64, 64, SlidingWindow(2, 0)),  # most keys nobody sees
+CASES = [
+    Case(batch=2, seqlen_q=130, seqlen_k=300, mask=Causal()),
+    Case(
+        batch=1, seqlen_q=5, seqlen_k=700, heads_k=1, head_dim=40, head_dim_v=24, mask=SlidingWindow(100, 0)
+    ),  # few queries have a way of their own
+    Case(batch=1, seqlen_q=200, seqlen_k=200, heads_q=2, head_dim=72, head_dim_v=40, mask=Documents([0, 90, 200])),
+    Case(batch=1, seqlen_q=3, seqlen_k=64, heads_q=2, mask=SlidingWindow(2, 0)),  # most keys nobody sees
 ]
 
 
@@ -25,24 +30,34 @@ def backends():
             yield pytest.param(Cpu(isa), id=f"cpu {isa}")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("backend", list(backends()))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_they_round_to_what_is_given_without(shape, backend, dtype):
-    batch, seqlen_q, seqlen_k, (heads_q, heads_k), dim, dim_v, mask = shape
-    draw = torch.Generator().manual_seed(seqlen_q)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_they_round_to_what_is_given_without(case, backend, dtype):
+    case = replace(case, dtype=dtype)
+    if reasons := backend.why_not(make(case, grad=True).problem):
+        pytest.skip(reasons[0])
+    wide_keys.held(backend, case)
 
-    def normal(*sizes):
-        return torch.randn(sizes, generator=draw, dtype=torch.float32).to(dtype)
 
-    q, k, v = normal(batch, seqlen_q, heads_q, dim), normal(batch, seqlen_k, heads_k, dim), normal(batch, seqlen_k, heads_k, dim_v)
-    call = Call(q=q, k=k, v=v, mask=mask, scale=dim**-0.5, grad=True)
-    if backend.why_not(call.problem):
-        pytest.skip(backend.why_not(call.problem)[0])
-    o, lse, *_ = backend.forward(call)
-    d_o = normal(*o.shape)
-    plain, wide = (backend.backward(each, o, lse, d_o, None) for each in (call, replace(call, wide_keys=True)))
-    assert torch.equal(plain.q, wide.q)
-    for narrow, found in ((plain.k, wide.k), (plain.v, wide.v)):
-        assert found.dtype == torch.float32 and torch.equal(found.to(dtype), narrow)
-        assert dtype == torch.float32 or not torch.equal(found, narrow.float())  # they were not rounded before
+def test_both_passes_of_a_rank_say_so(monkeypatch):
+    """The forward pass too, during which a backend may compile the gradients' kernels."""
+    told = []
+
+    class Telling(Tiled):
+        def forward(self, call):
+            told.append(call.wide_keys)
+            return super().forward(call)
+
+        def backward(self, call, *given, **named):
+            told.append(call.wide_keys)
+            return super().backward(call, *given, **named)
+
+    monkeypatch.setattr(operator, "choose", lambda *_: Telling())
+    call = make(replace(CASES[2], head_dim_v=None), grad=True)
+    plan = distributed.plan(Causal(), call.seqlen_q, (0, 1), heads=(call.heads_q, call.heads_k), head_dim=call.head_dim)
+    q, k, v = (x.requires_grad_() for x in (call.q, call.k, call.v))
+    o = distributed.attention(q, k, v, plan)
+    assert o.requires_grad
+    found = torch.autograd.grad(o.sum(), (q, k, v))
+    assert told == [True, True] and all(x.dtype == call.q.dtype for x in found)

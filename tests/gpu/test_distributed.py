@@ -9,12 +9,16 @@ from pathlib import Path
 import decode_shares
 import pytest
 import torch
+import wide_keys
 from decode_problems import DecodeCase, by_kernel, made
 from distributed_cases import families
 from hopper_problems import NEEDS_HOPPER
 
 import tilewise as tw
+from tilewise.backends.hopper import Hopper
+from tilewise.backends.hopper.backward.config import TILES
 from tilewise.masks import Part
+from tilewise.testing.cases import Case, random_mask
 
 pytestmark = NEEDS_HOPPER
 
@@ -37,6 +41,22 @@ def test_rows_have_the_bits_of_the_whole_call(name, dim):
     whole, ours = results(q, d_o, ((0, N),)), results(q[:, places], d_o[:, places], ROWS)
     for what, x, y in zip(("o", "lse", "dq"), ours, whole, strict=True):
         assert torch.equal(x, y[:, places]), what
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_wide_keys(dims):
+    """dK and dV in fp32 round to the bits that are given without, are nearer to fp64, and exact where they can be; masks by all ways of seeing."""
+    sizes = {"batch": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    lengths = (1100, 1100, (4, 2)), (1100, 77, (4, 2)), (3000, 3000, (16, 1))  # the last: query heads of a group are apart
+    for turn, (seqlen_q, seqlen_k, heads) in enumerate(lengths):
+        masks = tw.Full(), tw.Causal(), tw.SlidingWindow(200, 9)
+        if turn == 0:
+            masks += tw.Documents((0, 300, 1100), inner=tw.Causal()), random_mask(1100, 1100)
+        for i, mask in enumerate(masks):
+            each = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads[0], "heads_k": heads[1], "mask": mask}
+            case = Case(**sizes | each, dtype=("bf16", "fp16")[(turn + i) % 2], lse_grad=i % 3 == 1)
+            wide_keys.held(Hopper(), case, device="cuda")
+    wide_keys.sums_are_exact(Hopper(), dims, device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -359,8 +360,30 @@ def shipped_backward_too() -> Iterator[backward.Config]:
     yield from (few_keys(*case) for case in OF_FEW_KEYS_TOO)
 
 
-REPAIRS = of_repairs(shipped_backward())
-REPAIRS_TOO = [each for each in of_repairs(shipped_backward_too()) if each not in REPAIRS]
+# dK and dV in fp32: of every tile, and of what ends a block of keys in ways of its own.
+
+
+def wide_keys(*configs: backward.Config) -> list[backward.Config]:
+    return [replace(each, wide_keys=True) for each in configs]
+
+
+WIDE_KEYS = wide_keys(
+    *(many_keys(dims, SEES[i % len(SEES)], {}) for i, dims in enumerate(backward.TILES)),
+    heads_apart(*APART[4]),
+    of_length((128, 128), "all", 8192),
+    few_keys((64, 64), "causal", {}, torch.float16),
+)
+WIDE_KEYS_TOO = wide_keys(
+    *(many_keys(*shape, {}) for shape in SHAPES),
+    *(of_length(*case) for case in LONG if case[-1] == torch.bfloat16),
+    *(heads_apart(*case) for case in APART),
+    *(many_keys(*case) for case in BACKWARD_CHANGED),
+    *(few_keys(*shape, {}) for shape in FEW),
+)
+WIDE_KEYS_TOO = [each for each in dict.fromkeys(WIDE_KEYS_TOO) if each not in WIDE_KEYS]
+
+REPAIRS = of_repairs([*shipped_backward(), *WIDE_KEYS])
+REPAIRS_TOO = [each for each in of_repairs([*shipped_backward_too(), *WIDE_KEYS_TOO]) if each not in REPAIRS]
 
 # A bias's gradient
 
@@ -386,7 +409,7 @@ def fast() -> Iterator[Kernel]:
     yield from itertools.starmap(of_tokens, TOKENS)
     yield from itertools.starmap(of_transposer, TRANSPOSERS)
     yield from itertools.starmap(of_quantiser, QUANTISERS)
-    yield from map(of_backward, shipped_backward())
+    yield from map(of_backward, [*shipped_backward(), *WIDE_KEYS])
     yield from REPAIRS
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS for bias in BIASES)
 
@@ -394,7 +417,7 @@ def fast() -> Iterator[Kernel]:
 def slow() -> Iterator[Kernel]:
     """What `make test-slow` adds."""
     yield from (changed_forward(*case) for case in CHANGED_TOO + RUNS)
-    yield from map(of_backward, shipped_backward_too())
+    yield from map(of_backward, [*shipped_backward_too(), *WIDE_KEYS_TOO])
     yield from REPAIRS_TOO
     yield from (of_bias(*case, bias) for case in BIAS_GRADIENTS_TOO for bias in BIASES)
     yield from itertools.starmap(of_decode, DECODE_TOO)

@@ -71,8 +71,8 @@ def attention(
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
     runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, which crosses and is
-    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (The Hopper kernels round
-    each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
+    added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (Hopper's prebuilt kernels
+    round each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
 
     Args:
         q: (batch, plan.seqlen, heads_q, head_dim): this rank's tokens, as `plan.dispatch` gives them. All heads, whatever the layout.
@@ -175,7 +175,7 @@ class _Attention(torch.autograd.Function):
         found = []
         for piece, keys, values in _keys(k, v, plan, options):
             given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=grad)
-            results = operator.attend(given)[:2] if queries.shape[1] else _nothing(given)
+            results = operator.attend(given, wide_keys=True)[:2] if queries.shape[1] else _nothing(given)
             if options.parts > 1:
                 results = results[0].to(results[1].dtype), results[1]
             found.append(results if piece.begins else merge(*zip(found.pop(), results, strict=True)))

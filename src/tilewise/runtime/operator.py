@@ -74,14 +74,14 @@ def call_of(given: Operands | BackwardOperands) -> Call:
     )
 
 
-def _forward(given: Operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _forward(given: Operands, out: Tensor | None = None, wide_keys: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """O (batch, seqlen_q, heads_q, head_dim_v), LSE and, with `row_max`, the rows' largest scores, both (batch, heads_q, seqlen_q).
 
     O is written into `out`, where that is given, and contiguous otherwise, as the fake kernels say.
     """
     call = call_of(given)
-    if out is not None:
-        call = replace(call, out=out)
+    if out is not None or wide_keys:
+        call = replace(call, out=out, wide_keys=wide_keys)
     o, *statistics = _attend(call, given)
     lse, *largest = (x.contiguous() for x in statistics)
     o = o.contiguous() if out is None else o if o is out else out.copy_(o)
@@ -301,10 +301,11 @@ def random_state(seed: int | None = None, offset: int = 0) -> Tensor:
     return torch.cat((drawn, drawn.clamp(offset, offset)))  # torch.compile moves a tensor of one constant to the GPU, but not `drawn`
 
 
-def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def attend(operands: Operands, out: Tensor | None = None, wide_keys: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """O, LSE and the rows' largest scores (None or empty without `row_max`), by the shortest way that all who watch allow.
 
-    With `out`, which fits and takes no part in a gradient, O is written there.
+    With `out`, which fits and takes no part in a gradient, O is written there. With `wide_keys`, for those who call `differentiate` so themselves,
+    nothing is recorded for autograd, and a backend may compile those gradients meanwhile.
     """
     tensors = *operands[:TENSORS], *operands.mask_tensors
     if out is not None:
@@ -325,7 +326,7 @@ def attend(operands: Operands, out: Tensor | None = None) -> tuple[Tensor, Tenso
                 )
             return forward(*operands)
         return forward(*operands) if mapped(tensors) else _Forward.apply(*operands)
-    return _Eager.apply(*operands) if operands.grad else _forward(operands)
+    return _Eager.apply(*operands) if operands.grad and not wide_keys else _forward(operands, wide_keys=wide_keys)
 
 
 def differentiate(

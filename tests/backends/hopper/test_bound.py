@@ -570,9 +570,8 @@ def gradients_of(kernel, *scratch):
     q, lse = torch.randn(1, 4, 1, 8, dtype=BF16), torch.zeros(1, 1, 4)
     call, none = Call(q=q, k=q, v=q, mask=Full(), scale=1.0), (None,) * (7 - len(scratch))
     launch = lambda given, gradients, scratch, *rest: kernel(scratch.lse.data_ptr())  # noqa: E731
-    again = backward_bound.Bound(
-        call, launch, SimpleNamespace(scratch=scratch + none, turns=[(None, ())], lends=False), lambda has: (), (), None
-    )
+    plan = SimpleNamespace(scratch=scratch + none, turns=[(None, ())], lends=False, config=SimpleNamespace(wide_keys=False))
+    again = backward_bound.Bound(call, launch, plan, lambda has: (), (), None)
     return partial(again, q, q, q, q, lse, q, None, NO_EXTRAS, False)
 
 

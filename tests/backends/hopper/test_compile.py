@@ -47,6 +47,8 @@ from kernel_inventory import (
     TOKENS,
     TOKENS_TOO,
     TRANSPOSERS,
+    WIDE_KEYS,
+    WIDE_KEYS_TOO,
     WIDE_VALUES,
     WIDE_VALUES_TOO,
     Kernel,
@@ -371,6 +373,12 @@ def test_backward_of_long_sequences(dims, sees, least, dtype, inspect):
 def test_backward_of_heads_apart(case, inspect):
     """Each query head of a group by thread blocks of its own: sums of dK and dV are handed on at the end of a block of keys."""
     check_backward(heads_apart(*case), inspect)
+
+
+@pytest.mark.parametrize("kernel", [*map(of_backward, WIDE_KEYS), *slow(map(of_backward, WIDE_KEYS_TOO))], ids=kernel_facts.key)
+def test_backward_with_wide_keys(kernel, inspect):
+    """dK and dV leave in fp32, from registers."""
+    check_backward(kernel.config, inspect)
 
 
 @pytest.mark.parametrize(("dims", "sees", "least"), OF_SMALLER_HEADS + slow(OF_SMALLER_HEADS_TOO), ids=short)

@@ -58,7 +58,9 @@ class Bound:
         self.repair, self.numbers = (None, None) if repair is None else (repair[0], operand(repair[1]))
         self.seen = None if self.find is not None else (operand(seen), self.repair and operand(repairs.band(seen)))
         self.empty = short.allocator(call.q.device)
-        self.gradients = tuple(_layout(x, gradient(x), x is not call.q or not plan.lends) for x in (call.q, call.k, call.v))
+        wide = torch.float32 if plan.config.wide_keys else call.q.dtype
+        of_inputs = (call.q, call.q.dtype, not plan.lends), (call.k, wide, True), (call.v, wide, True)
+        self.gradients = tuple(_layout(x, gradient(x), dtype, any_strides) for x, dtype, any_strides in of_inputs)
         self.scratch = tuple(None if each is None else (each[0], short.strides(each[0]), each[1]) for each in plan.scratch)
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in filter(None, plan.scratch))
         self.keeps, self.scratch_of = kept and not plan.lends and size <= KEPT_BYTES, {}
@@ -132,6 +134,6 @@ def place_of_parts(config: Config, parts: int, d_q: Tensor) -> Tensor:
     return d_q.view(-1)[d_q.numel() - 2 * parts * elements :].view(torch.float32).view(parts, elements)
 
 
-def _layout(x: Tensor, gradient: Tensor, any_strides: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _layout(x: Tensor, gradient: Tensor, dtype: torch.dtype, any_strides: bool) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Shape, strides and dtype of x's gradient, which lies as `gradient` where the kernels can write it so."""
-    return tuple(x.shape), (steps(gradient) if any_strides else None) or short.strides(x.shape), x.dtype
+    return tuple(x.shape), (steps(gradient) if any_strides else None) or short.strides(x.shape), dtype

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper import dropout
 from tilewise.backends.hopper.backward import epilogue
 from tilewise.backends.hopper.backward.config import Config
-from tilewise.backends.hopper.backward.epilogue import Stores
+from tilewise.backends.hopper.backward.epilogue import Stores, WideStores
 from tilewise.backends.hopper.backward.order import Block
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
 from tilewise.backends.hopper.backward.tiles import (
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 @cute.jit
 def consume(
-    shared: Shared, stores: Stores, block: Block, walk: Walk, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config]
+    shared: Shared, stores: Stores | WideStores, block: Block, walk: Walk, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config]
 ):  # fmt: skip
     """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
     tensors, sm, pipes, mma, band, (scale, scale_log2) = shared

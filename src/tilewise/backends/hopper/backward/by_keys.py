@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward import epilogue, parts, shares
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import ADDERS, Config
-from tilewise.backends.hopper.backward.epilogue import Stores
+from tilewise.backends.hopper.backward.epilogue import Stores, WideStores
 from tilewise.backends.hopper.backward.order import Block, Order
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
 from tilewise.backends.hopper.backward.shares import Partials
@@ -101,7 +101,7 @@ class Tile(NamedTuple):
 
 @cute.jit
 def consume(
-    shared: Shared, stores: Stores, block: Block, walk: Walk, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool],
+    shared: Shared, stores: Stores | WideStores, block: Block, walk: Walk, consumer: Int32, partials: Partials | None, has_dQ: Constexpr[bool],
     config: Constexpr[Config],
 ):  # fmt: skip
     """64 keys a warpgroup: the whole walk over the queries of the group, then dK and dV."""
@@ -119,7 +119,7 @@ def consume(
 
 @cute.jit
 def consume_units(
-    shared: Shared, stores: Stores, partial: cute.Tensor | None, queue: units.Queue, order: Order, consumer: Int32,
+    shared: Shared, stores: Stores | WideStores, partial: cute.Tensor | None, queue: units.Queue, order: Order, consumer: Int32,
     has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
     """Likewise for one block of keys after another."""

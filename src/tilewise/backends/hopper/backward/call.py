@@ -111,8 +111,8 @@ def _tables(config: Config) -> list[jit.Kernel]:
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
-    """Contiguous dQ, dK, dV in the dtype of q; see `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what
-    `lines` says instead.
+    """Contiguous dQ, dK, dV in the dtype of q, with `call.wide_keys` dK and dV in fp32 where a compiler is installed; see
+    `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what `lines` says instead.
     """
     with torch.cuda.device(call.q.device):  # where tables are made
         bound = bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
@@ -256,5 +256,5 @@ def _sink_alone(sink: Tensor | None, d_lse: Tensor | None) -> Tensor | None:
 def arguments(config: Config) -> list:
     """Stand-ins for the launch's operands."""
     made = StandIns(config)
-    bundles = map(made, (Given, operands.Gradients, Scratch, Turns, Scalars))
-    return [*bundles, made(Band, tables=KeyTables), changes.or_none(made(Changes))]
+    gradients = made(operands.Gradients, **repairs.of_keys(config))
+    return [made(Given), gradients, *map(made, (Scratch, Turns, Scalars)), made(Band, tables=KeyTables), changes.or_none(made(Changes))]

@@ -113,6 +113,7 @@ class Config(ScoreChanges):
     roomy: bool = False  # ROOMY instead of REGISTERS; where there are two consumers
     narrow: bool = False  # the tensors' head_dim is smaller, and the sums of dQ leave out what lies beyond it
     change_parts: int = 1  # in which a tile of scores becomes logits, so that fewer registers are taken at a time
+    wide_keys: bool = False  # dK and dV are written in fp32
 
     @classmethod
     def of(cls, **choice) -> "Config":

@@ -1,4 +1,6 @@
-"""The end of a block of keys in the backward pass on Hopper: dK and dV from registers to global memory, each warp its 16 rows."""
+"""The end of a block of keys in the backward pass on Hopper: dK and dV from registers to global memory, each warp its 16 rows. Rounded, they go by
+way of shared memory; in fp32 (Config.wide_keys), for which that is too small, directly.
+"""
 
 from typing import NamedTuple
 
@@ -21,9 +23,16 @@ class Stores(NamedTuple):
     dV: tma.Tma
 
 
+class WideStores(NamedTuple):
+    """Where threads store them, in fp32."""
+
+    dK: cute.Tensor  # (seqlen, dim, heads, batch)
+    dV: cute.Tensor
+
+
 @cute.jit
 def write(
-    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, scale: Float32,
+    tensors: Tensors, stores: Stores | WideStores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sm: Smem, mma: Mma, block: Block, scale: Float32,
     config: Constexpr[Config],
 ):  # fmt: skip
     """dK = scale * acc_dK, and dV, by way of K and V in shared memory."""
@@ -42,13 +51,13 @@ def places(sm: Smem, config: Constexpr[Config]) -> tuple[cute.Tensor, cute.Tenso
 
 
 def fit_in_dS(config: Config) -> bool:
-    """Whether both dK and dV do."""
-    return config.head_dim + config.head_dim_v <= config.tile_m * config.ds_stages
+    """Whether both dK and dV do, and V's place is free; in fp32 neither is taken."""
+    return config.wide_keys or config.head_dim + config.head_dim_v <= config.tile_m * config.ds_stages
 
 
 @cute.jit
 def write_through(
-    tensors: Tensors, stores: Stores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
+    tensors: Tensors, stores: Stores | WideStores, acc_dK: cute.Tensor, acc_dV: cute.Tensor, sdK: cute.Tensor, sdV: cute.Tensor, mma: Mma,
     block: Block, scale: Float32, config: Constexpr[Config],
 ):  # fmt: skip
     """By way of sdK and sdV (tile_n, dim, 1), once its old content is not needed; where blocks are persistent, dV and then dK may still be on their
@@ -61,6 +70,10 @@ def write_through(
             rows, share = place_of(arch.make_warp_uniform(thread // WARP) if const_expr(config.persistent) else thread // WARP, config)
             for part in range_constexpr(config.repaired_parts[1] // config.column_parts):
                 report_keys(tensors, block.n0 + rows * ROWS, share + part, block.head_k, block.batch, config)
+    if const_expr(config.wide_keys):
+        store(stores.dV, acc_dV, scale_of_dV(tensors, config), mma.dv, block, config)
+        store(stores.dK, acc_dK, scale, mma.dk, block, config)
+        return
     arch.barrier(barrier_id=Barrier.END, number_of_threads=config.consumers * THREADS)  # the old content is not read any more
     of_K, of_V = shares_of(config)
     put(acc_dV, scale_of_dV(tensors, config), sdV[None, None, 0], mma.dv, config)
@@ -90,6 +103,25 @@ def describe_store(mX: cute.Tensor, share: int) -> tma.Tma:
     kind = warpgroup.SmemLayoutAtomKind.K_SW64 if box[1] == 32 else warpgroup.SmemLayoutAtomKind.K_SW128
     layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, mX.element_type), box, order=(0, 1))
     return tma.Tma(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mX, layout, box))
+
+
+@cute.jit
+def store(mX: cute.Tensor, acc: cute.Tensor, scale: Float32, tiled_mma: cute.TiledMma, block: Block, config: Constexpr[Config]):
+    """scale * acc, dK or dV of these warpgroups, where rows and columns exist. The four threads of a row have 32 bytes side by side."""
+    gX = mX[None, None, block.head_k, block.batch]
+    shape = const_expr((config.tile_n, cute.size(acc) * config.consumers * THREADS // config.tile_n))
+    at = fragments.by_rows(tiled_mma.get_slice(thread_of(config)).partition_C(cute.make_identity_tensor(shape)))
+    X = fragments.by_rows(acc)
+    for r in range_constexpr(fragments.ROWS):
+        row, column = block.n0 + at[r, 0][0], at[r, 0][1]
+        if row < gX.shape[0]:
+            address = (gX.iterator + gX.layout((row, column))).toint()
+            for c in range_constexpr(0, cute.size(X, mode=[1]), 2):
+                if column + fragments.column(c) < gX.shape[1]:
+                    arch.inline_ptx(
+                        "st.global.cs.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                        read_only_args=[address + 4 * fragments.column(c), *(scale * X[r, c + i] for i in range(2))],
+                    )
 
 
 @cute.jit

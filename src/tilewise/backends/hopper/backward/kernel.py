@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tilewise.backends.hopper.backward import by_columns, by_keys, by_queries, finish, parts, prepare
 from tilewise.backends.hopper.backward import persistent as units
 from tilewise.backends.hopper.backward.config import ADDERS, Config
-from tilewise.backends.hopper.backward.epilogue import Stores, describe_store
+from tilewise.backends.hopper.backward.epilogue import Stores, WideStores, describe_store
 from tilewise.backends.hopper.backward.order import (
     Block,
     Order,
@@ -94,7 +94,9 @@ def launch(
     rows = [up_to(x, last) for x, last in ((mK, last_k), (mV, last_k), (mQ, last_q), (mdO, last_q))]
     loads = Loads(*(tma.describe(*each) for each in zip(rows, layouts[:4], shapes, strict=True)))
     gradients = [cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 3, 2, 0])) for x in (mdK, mdV)]
-    stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
+    stores = WideStores(*gradients)
+    if const_expr(not config.wide_keys):
+        stores = Stores(*(describe_store(x, share) for x, share in zip(gradients, shares_of(config), strict=True)))
     queries = (scratch.sum_dQ.shape[2], mQ.shape[2], mQ.shape[0])
     known = 2 * (pieces_of(mQ) + pieces_of(mK))
     prepare.prepare(
@@ -172,7 +174,7 @@ def launch_dQ(
 @cute.kernel
 def kernel(
     tensors: Tensors, counter: cute.Tensor | None, partial: cute.Tensor | None, store_dQ: tma.Tma | None,
-    stores: Stores, loads: Loads, band: Band, order: Order,
+    stores: Stores | WideStores, loads: Loads, band: Band, order: Order,
     scales: Scales, mma: Mma, layouts: Layouts, config: Constexpr[Config],
 ):  # fmt: skip
     storage = SmemAllocator()
@@ -253,7 +255,7 @@ def kernel(
 
 @cute.jit
 def stay(
-    shared: Shared, stores: Stores, partial: cute.Tensor | None, loads: Loads, queue: units.Queue, finisher: finish.Finisher | None,
+    shared: Shared, stores: Stores | WideStores, partial: cute.Tensor | None, loads: Loads, queue: units.Queue, finisher: finish.Finisher | None,
     order: Order, config: Constexpr[Config],
 ):  # fmt: skip
     """The same roles, for one block of keys after another."""

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.operands import Turns
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Documents, Full
 from tilewise.problem import Call
+from tilewise.sm90 import jit
 
 MOST = 65535  # limit of a grid's second and third dimension: heads, batch
 NARROW = 4  # descending heads under a window, the last ones; twice as many at head_dim 64 and below
@@ -82,7 +83,8 @@ class Plan:
 
 def config_of(call: Call) -> Config:
     few, sees = call.seqlen_k <= ONE_BLOCK, visibility.sees(call.mask)
-    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+    choice = changes.fields(call) | {"wide_keys": call.wide_keys and not jit.why_no_compiler()}  # prebuilt kernels round
+    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **choice)
     return heads_apart(config) if _apart(config, call) else config
 
 

@@ -7,7 +7,7 @@ from tilewise.backends.hopper.backward import tables as backward_tables
 from tilewise.backends.hopper.backward.config import Config
 from tilewise.backends.hopper.backward.repair.config import RepairConfig
 from tilewise.backends.hopper.operands import Band, Changes, Given, Gradients, KeyTables, Repaired, RepairScalars, Scratch, Spoiled
-from tilewise.backends.hopper.stand_ins import StandIns
+from tilewise.backends.hopper.stand_ins import Floats, StandIns
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -51,4 +51,12 @@ def arguments(config: RepairConfig) -> list:
     """Stand-ins for the launch's operands."""
     made = StandIns(config)
     seen = band(made(Band, tables=KeyTables))
-    return [*map(made, (Repaired, Spoiled, RepairScalars)), seen, changes.or_none(made(Changes))]
+    return [made(Repaired, **of_keys(config)), made(Spoiled), made(RepairScalars), seen, changes.or_none(made(Changes))]
+
+
+def of_keys(config: Config | RepairConfig) -> dict:
+    """What dK and dV are annotated with in place of what operands.py has."""
+    if not config.wide_keys:
+        return {}
+    sizes = {"dK": "batch seqlen_k heads_k head_dim", "dV": "batch seqlen_k heads_k head_dim_v"}
+    return {name: Floats(each, aligned=True) for name, each in sizes.items()}

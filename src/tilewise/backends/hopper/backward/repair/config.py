@@ -20,6 +20,7 @@ class RepairConfig(ScoreChanges):
     columns: int  # of an entry, at most
     tile_m: int = 0  # queries and keys of the tiles that tables are of; where it sees "runs"
     tile_n: int = 0
+    wide_keys: bool = False  # dK and dV are in fp32
 
     @classmethod
     def of(cls, config: Config) -> "RepairConfig":
@@ -32,6 +33,7 @@ class RepairConfig(ScoreChanges):
             head_dim_v=config.head_dim_v,
             sees=config.sees if config.sees in ("rows", "runs") else "band",
             columns=config.repaired_columns,
+            wide_keys=config.wide_keys,
             **tiles,
             **changes,
         )

@@ -16,7 +16,7 @@ LINE = 64  # elements in a line of the cache
 
 
 class Matrix(NamedTuple):
-    """Rows of one head: (rows, columns) 16-bit elements in global memory."""
+    """Rows of one head: (rows, columns) elements in global memory, of 16 bits but for dK and dV in fp32 (RepairConfig.wide_keys)."""
 
     address: Int64
     step: Int64  # bytes from row to row
@@ -55,13 +55,13 @@ def column_of(column0: Int32, step: Int32 | int) -> Int32:
     return column0 + STEP * step + EIGHT * (arch.lane_idx() % QUAD)
 
 
-def address_of(X: Matrix, row: Int32, column: Int32) -> Int64:
-    """Of an element."""
-    return X.address + row * X.step + 2 * column
+def address_of(X: Matrix, row: Int32, column: Int32, size: int = 2) -> Int64:
+    """Of an element of so many bytes."""
+    return X.address + row * X.step + size * column
 
 
 def four(address: Int64) -> cute.Tensor:
-    """EIGHT elements from an address on: (4,) words in global memory."""
+    """EIGHT elements of 16 bits from an address on: (4,) words in global memory."""
     return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4))
 
 

@@ -16,9 +16,11 @@ from tilewise.backends.hopper.backward.repair.elements import (
     signed,
     words_of,
 )
-from tilewise.backends.hopper.backward.repair.entries import WARPS, Entry
+from tilewise.backends.hopper.backward.repair.entries import OF_DQ, WARPS, Entry
 from tilewise.backends.hopper.stand_ins import dsl
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
+
+FP32_BYTES = 4
 
 
 @cute.jit
@@ -32,10 +34,26 @@ def find_holes(entry: Entry, holes: cute.Tensor, config: Constexpr[RepairConfig]
         for half in range_constexpr(2):
             row, column = row_of(entry.row0, half), column_of(entry.column0, step)
             if row < entry.gX.rows and column < entry.last:
-                bits |= nan_bits(entry.gX, row, column, config) << EIGHT * half
+                bits |= holes_in(entry, row, column, config) << EIGHT * half
         holes[step] = bits
         any_bits |= bits
     return arch.vote_any_sync(any_bits != 0)
+
+
+@cute.jit
+def holes_in(entry: Entry, row: Int32, column: Int32, config: Constexpr[RepairConfig]) -> Int32:
+    """`nan_bits` of the gradient, in a row and columns that exist."""
+    found = Int32(0)
+    if const_expr(not config.wide_keys) or entry.of == OF_DQ:
+        found = nan_bits(entry.gX, row, column, config)
+    else:
+        words = cute.make_rmem_tensor((4, EIGHT // 4), Int32)
+        for i in range_constexpr(EIGHT // 4):
+            cute.autovec_copy(four(address_of(entry.gX, row, column + 4 * i, FP32_BYTES)), words[None, i])
+        numbers = cute.recast_tensor(words, Float32)
+        for x in range_constexpr(EIGHT):
+            found |= bit(is_nan(numbers[x]), x)
+    return found
 
 
 @cute.jit
@@ -135,12 +153,25 @@ def write(
         own, infinite = holes[step] >> EIGHT * half, lost[step] >> EIGHT * half
         if own & 0xFF != 0:
             row, column = row_of(entry.row0, half), column_of(entry.column0, step)
-            words = words_of(entry.gX, row, column)
-            numbers = cute.make_rmem_tensor(EIGHT, dtype)
-            cute.autovec_copy(cute.recast_tensor(words, dtype), numbers)
-            for x in range_constexpr(EIGHT):
-                number = total[place_of(step, half, x)]
-                for sign, place in ((1.0, x), (-1.0, 2 * EIGHT + x)):
-                    number = either_number((infinite >> place) & 1 != 0, number + sign * Float32.inf, number)
-                numbers[x] = either_number((own >> x) & 1 != 0, number * factor, numbers[x].to(Float32)).to(dtype)
-            cute.autovec_copy(cute.recast_tensor(numbers, Int32), four(address_of(entry.gX, row, column)))
+            if const_expr(not config.wide_keys) or entry.of == OF_DQ:
+                words = words_of(entry.gX, row, column)
+                numbers = cute.make_rmem_tensor(EIGHT, dtype)
+                cute.autovec_copy(cute.recast_tensor(words, dtype), numbers)
+                for x in range_constexpr(EIGHT):
+                    number = with_infinities(total, infinite, step, half, x)
+                    numbers[x] = either_number((own >> x) & 1 != 0, number * factor, numbers[x].to(Float32)).to(dtype)
+                cute.autovec_copy(cute.recast_tensor(numbers, Int32), four(address_of(entry.gX, row, column)))
+            else:
+                for x in range_constexpr(EIGHT):
+                    if (own >> x) & 1 != 0:
+                        address = address_of(entry.gX, row, column + x, FP32_BYTES)
+                        number = with_infinities(total, infinite, step, half, x) * factor
+                        arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, number])
+
+
+def with_infinities(total: cute.Tensor, infinite: Int32, step: Int32, half: Int32, x: int) -> Float32:
+    """A sum of this lane's, (4, columns / EIGHT), and the infinities beside it."""
+    number = total[place_of(step, half, x)]
+    for sign, place in ((1.0, x), (-1.0, 2 * EIGHT + x)):
+        number = either_number((infinite >> place) & 1 != 0, number + sign * Float32.inf, number)
+    return number
