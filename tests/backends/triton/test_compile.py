@@ -4,6 +4,8 @@ What is asserted is measured on compiled kernels; where their sources have not c
 one kernel a family is compiled anew and has to agree with it.
 """
 
+import ast
+import pkgutil
 import warnings
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ import triton_facts
 from triton_facts import Facts, known, measured, rows, turned
 from triton_inventory import PASSES, QUICK, Case, cases
 
-from tilewise.backends.triton import Triton
+from tilewise.backends.triton import Triton, kernels
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target
 from tilewise.problem import Problem
@@ -211,6 +213,29 @@ def test_sources_count():
     assert triton_facts.source(replace(kernel, constants=tuple(other.items())), target) != digest
     assert triton_facts.source(replace(kernel, config=kernel.config._replace(stages=1)), target) != digest
     assert triton_facts.reached(kernel.function.__module__) >= {"tilewise.backends.triton.kernels.visible"}
+
+
+def refused_by_the_oldest(code: ast.AST) -> list[str]:
+    """Assignments that Triton 3.6 does not take: to several targets, or to a tuple that has anything but names; it compiles no kernel of theirs."""
+    found = []
+    for node in ast.walk(code):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign | ast.For) else []
+        parts = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+        if len(targets) > 1 or not all(isinstance(part, ast.Name) for part in parts):
+            found.append(f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(kernels.__path__)])
+def test_the_oldest_triton_takes_every_assignment(name):
+    assert refused_by_the_oldest(triton_facts.parsed(f"{kernels.__name__}.{name}")) == []
+
+
+def test_what_the_oldest_triton_refuses_is_found():
+    for line in ("a, (b, c) = d", "a, *b = c", "a = b = c", "for a, (b, c) in d: pass"):
+        assert len(refused_by_the_oldest(ast.parse(line))) == 1
+    for line in ("a, b = c", "a = b, (c, d)", "for a in b: pass", "a: int = b", "a += b"):
+        assert refused_by_the_oldest(ast.parse(line)) == []
 
 
 def test_every_family_has_every_row():
