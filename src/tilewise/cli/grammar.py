@@ -366,6 +366,7 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
         ),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument("--precision", metavar="int8,int8_qk", help="kernels in 8 bits too, by these recipes of attention's precision=")
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
     command.add_argument(
         "--set", metavar="NAME,...", help="the kernels of these sets of workloads, as bench takes them, in place of the above"
@@ -384,6 +385,9 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
         ("seqlen", "1024,4096", "lengths that count equally; the batch makes 16,384 tokens of them (default: 1024,4096,16384)"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument(
+        "--precision", metavar="int8,int8_qk", help="with --backend triton: tiles of Q K^T in int8, for these recipes, which count equally"
+    )
     command.add_argument(
         "--most", type=_positive, metavar="N", help="shapes of tiles for each cell: those that arithmetic likes best (default: all)"
     )
