@@ -257,7 +257,8 @@ def scaled(x, n, keys, seqlen_k, scales, MASKED: tl.constexpr, SOFTCAP: tl.const
     """Scores of sums x, of the tile of keys from n on; the shift is a term of theirs where there is a softcap. K_TOKENS: `k_lost` has each key's
     scale.
     """
-    factor, shift, (k_scale, k_whole, k_lost) = scales[0], scales[1], scales[2]
+    factor, shift = scales[0], scales[1]
+    k_scale, k_whole, k_lost = scales[2]
     if K_TOKENS:
         x = x * factor[:, None] * tl.load(k_lost + keys, mask=keys < seqlen_k, other=0.0)[None, :]
     elif MASKED:

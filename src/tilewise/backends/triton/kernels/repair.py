@@ -46,7 +46,8 @@ def _weights(
     """P, P after dropout and, with GRADIENT, dS, of pairs of rows of q and k, of which one is a single row."""
     x = tl.sum(q * k, 1)
     if EIGHT:
-        factor, shift, (k_scale, _, k_lost) = scales[0], scales[1], scales[2]
+        factor, shift = scales[0], scales[1]
+        k_scale, _, k_lost = scales[2]
         of_key = tl.load(k_lost + keys)
         x = x * factor * of_key if K_TOKENS else x * (factor * tl.load(k_scale + keys // eight_bits.TILE)) + of_key
         if SOFTCAP:
