@@ -109,7 +109,9 @@ def code_of(name: str) -> str:
 @cache
 def reached(name: str) -> frozenset[str]:
     """The module and those of kernels/ that it imports, and what these import."""
-    imported = {node.module for node in ast.walk(parsed(name)) if isinstance(node, ast.ImportFrom)}
+    nodes = [node for node in ast.walk(parsed(name)) if isinstance(node, ast.ImportFrom)]
+    of_package = (f"{kernels.__name__}.{each.name}" for node in nodes if node.module == kernels.__name__ for each in node.names)
+    imported = {node.module for node in nodes}.union(of_package)
     return frozenset({name}.union(*(reached(each) for each in imported if each.startswith(f"{kernels.__name__}."))))
 
 

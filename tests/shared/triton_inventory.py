@@ -1,9 +1,11 @@
 """The kernels of the Triton backend that its compile gate holds to its rules: those that calls would launch on GPUs that need not be here."""
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import triton_decoding
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
@@ -19,6 +21,7 @@ EIGHT_BITS = "centres", "quantise_q", "quantise_k", "largest_values", "quantise_
 PASSES = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}
 FAMILIES = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"  # one GPU of each
 OTHERS = [arch for arch in COMPILED if arch not in FAMILIES]
+NARROW = "sm_89", "gfx942"  # with 99 and 64 KiB of shared memory
 RARE = "sm_80", "sm_90", "gfx942"  # which stand for all where a kernel takes little, or is seldom run
 
 
@@ -29,7 +32,7 @@ class Case(NamedTuple):
     kernel: str
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
-    mask: str = "band"
+    mask: str = "band"  # of decode and append how many queries a sequence has, and other features (triton_decoding.py)
     # Or "scores", with all that changes them, a bias but not; "bias"; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
     # several with +.
     feature: str = "plain"
@@ -69,6 +72,8 @@ class Case(NamedTuple):
         """What `launch.compiled` takes."""
         if self.kernel == "documents":
             return bounds.finding(by_keys=False)
+        if self.kernel in triton_decoding.KERNELS:
+            return triton_decoding.kernel(self)
         call = self.bound()
         if self.kernel in EIGHT_BITS:
             return call.quantiser.kernel(self.kernel, self.aligned)
@@ -116,6 +121,30 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "documents")
         yield Case(arch, "dbias", mask="tiles", feature="bias")
         yield from (Case(arch, name, mask=mask) for name, mask in (("repair_rows", "band"), ("repair_columns", "tiles")))
+    yield from of_decode()
+
+
+def of_decode() -> Iterator[Case]:
+    """Those of decode and append: of what a GPU has least of, shared memory, each row of config.DECODE; of the others what is run most."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for arch, queries in itertools.product(FAMILIES, triton_decoding.QUERIES):
+        of_caches = (bf16, 128, "paged"), (bf16, 128, "e4m3+paged"), (fp32, 128, "plain"), (bf16, 576, "plain"), (bf16, 576, "e4m3+rows")
+        yield from (Case(arch, "decode", dtype, dim, queries, feature) for dtype, dim, feature in of_caches)
+    for arch, dim, queries in itertools.product(NARROW, (64, 192, 256), triton_decoding.QUERIES):
+        for dtype, feature in ((bf16, "plain"), (bf16, "int8"), (fp32, "plain")):
+            yield Case(arch, "decode", dtype, dim, queries, feature)
+    for arch in RARE:
+        yield from (
+            Case(arch, "decode", bf16, 128, "one", feature) for feature in ("prefix", "joined", "ranks", "ragged+rotary", "rows+scores")
+        )
+        yield from (
+            Case(arch, "decode", bf16, 128, "chunk", feature) for feature in ("prefix", "joined+tree+paged", "ragged+rotary+rows", "scores")
+        )
+        yield Case(arch, "decode", torch.float16, 40, "one", aligned=False)
+        yield Case(arch, "decode", fp32, 96, "chunk", "int8+paged")
+        yield from (Case(arch, "merge", bf16, dim, "one") for dim in (128, 576))
+        yield from (Case(arch, "append", bf16, 128, "one", feature) for feature in ("plain", "ragged+rotary", "e4m3+paged"))
+        yield Case(arch, "append", bf16, 576, "one", "paged+rotary")
 
 
 QUICK = [Case(arch, "forward", head_dim=64) for arch in FAMILIES]

@@ -53,12 +53,14 @@ EXAMPLES = {
     "tune": """  tilewise tune --head-dim 128 --mask causal        the fastest kernel for a cell, on a Hopper GPU
   tilewise tune --dry-run                        the shapes for every cell, and what they take; needs no GPU
   tilewise tune --seqlen 1024,8192 --most 40 --out rows.jsonl
-  tilewise tune --backend triton --head-dim 64,128    the fastest tiles of the Triton kernels, on any GPU""",
+  tilewise tune --backend triton --head-dim 64,128    the fastest tiles of the Triton kernels, on any GPU
+  tilewise tune --backend triton --precision int8,int8_qk    those of products in int8""",
     "warmup": """  tilewise warmup                                compile every kernel that ships for Hopper GPUs
   tilewise warmup --head-dim 128 --dtype bf16 --mask full,causal
   tilewise warmup --forward --mask documents:1:1,prefix:1 --extras softcap
   tilewise warmup --set models --dtype bf16      the kernels that a set of bench runs
   tilewise warmup --backend triton --arch sm_89  kernels of the Triton backend, in Triton's cache
+  tilewise warmup --head-dim 128 --precision int8    kernels of attention(precision="int8") too
   tilewise warmup --clear                        remove what was compiled""",
     "run": """  tilewise run -- python train.py                the program as it is, with its attention by tilewise
   tilewise run -- torchrun --nproc-per-node 8 train.py""",
@@ -366,6 +368,7 @@ def _warmup_options(command: argparse.ArgumentParser) -> None:
         ),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument("--precision", metavar="int8,int8_qk", help="kernels in 8 bits too, by these recipes of attention's precision=")
     command.add_argument("--processes", type=_positive, metavar="N", help="that compile at the same time (default: one a core)")
     command.add_argument(
         "--set", metavar="NAME,...", help="the kernels of these sets of workloads, as bench takes them, in place of the above"
@@ -384,6 +387,9 @@ def _tune_options(command: argparse.ArgumentParser) -> None:
         ("seqlen", "1024,4096", "lengths that count equally; the batch makes 16,384 tokens of them (default: 1024,4096,16384)"),
     ):
         command.add_argument(f"--{name}", metavar=example, help=meaning)
+    command.add_argument(
+        "--precision", metavar="int8,int8_qk", help="with --backend triton: tiles of Q K^T in int8, for these recipes, which count equally"
+    )
     command.add_argument(
         "--most", type=_positive, metavar="N", help="shapes of tiles for each cell: those that arithmetic likes best (default: all)"
     )

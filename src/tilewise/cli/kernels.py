@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.hopper import coverage, forecast
 from tilewise.backends.hopper import warmup as warming
 from tilewise.backends.hopper.forward.config import TILES
@@ -55,16 +56,27 @@ def warmup(options: Namespace, console: Console) -> int:
 def _of_cells(options: Namespace) -> list[warming.Kernel]:
     """The kernels of calls of any length, and those that decode."""
     asked = _workloads(options, dtype="bf16,fp16", mask="full,causal,window:1", seqlen="1")
-    plain = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked]
-    cells = [
-        warming.Cell(*each, extras, grad=not options.forward) for each in plain for extras in warming.extras_from(options.extras or "")
-    ]
-    return [*warming.kernels(cells), *warming.of_decode(cells)]
+    plain, extras = [(each.head_dim, each.head_dim_v, each.dtype, each.mask) for each in asked], warming.extras_from(options.extras or "")
+    cells = [warming.Cell(*each, names, *way) for each in plain for names in extras for way in ways(options, extras)]
+    return [*warming.kernels(cells), *warming.of_decode([cell for cell in cells if cell.precision is None])]
+
+
+def ways(options: Namespace, extras: list[tuple[str, ...]]) -> list[tuple[bool, str | None]]:
+    """(grad, precision) of the cells. What --precision names comes with 16 bits, in which gradients are computed, but for --forward."""
+    sixteen: list[tuple[bool, str | None]] = [(not options.forward, None)]
+    if options.precision is None:
+        return sixteen
+    given = dict.fromkeys(options.precision.split(","))
+    if not given.keys() <= RECIPES.keys():
+        raise ValueError(f"precision must be of {', '.join(RECIPES)}, one or several with commas, got {options.precision!r}")
+    if refused := [name for names in extras for name in names if name in ("bias", "dropout")]:
+        raise ValueError(f"precision cannot be combined with {refused[0]}; give them to two calls")
+    return [*([] if options.forward else sixteen), *((False, name) for name in given)]
 
 
 def _of_sets(options: Namespace) -> list[warming.Kernel]:
     """The kernels of the sets' own calls, each once. ValueError where options name what a set fixes."""
-    if others := [name for name in ("head_dim", "mask", "extras") if getattr(options, name)]:
+    if others := [name for name in ("head_dim", "mask", "extras", "precision") if getattr(options, name)]:
         raise ValueError(f"set fixes what is computed, so {', '.join(others)} cannot be given with it; dtype and forward can")
     chosen = {"set": options.set, "dtype": options.dtype or "bf16", "direction": "fwd" if options.forward else "fwd,bwd"}
     asked = [each for each in workloads_from(chosen) if not coverage.refused(each.problem(torch.device("cuda")))]
@@ -91,6 +103,8 @@ def _kernels_table(rows: list[tuple[str, ...]]) -> Table:
 
 def tune(options: Namespace, console: Console) -> int:
     """Search the fastest kernel of each cell; FAILED where one that ships is wrong or does not compile."""
+    if options.precision:
+        raise ValueError("precision goes with --backend triton; Hopper's tiles in 8 bits are found by hand")
     asked = _workloads(options, dtype="bf16", mask="full,causal,window:1023", seqlen="1024,4096,16384")
     searches = tuning.searches(map(tuning.sized, asked))
     if options.dry_run:

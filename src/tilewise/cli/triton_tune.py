@@ -55,10 +55,18 @@ def _jobs(options: Namespace) -> list[tuning.Job]:
     """A job for each pass, dtype, head_dim and length, with all masks."""
     defaults = {"head_dim": "64,128", "dtype": "bf16", "mask": "full,causal", "seqlen": "8192"}
     asked = workloads_from({name: getattr(options, name, None) or text for name, text in defaults.items()} | {"heads": "1"})
+    precisions = tuple(dict.fromkeys((options.precision or "").split(",")))
+    if options.precision and not set(precisions) <= set(tuning.IN_INT8):
+        held = "e4m3 is held in fp16 and has the tiles of 16 bits"
+        raise ValueError(f"precision must be of {', '.join(tuning.IN_INT8)}, one or both with a comma, got {options.precision!r}; {held}")
+    if options.precision and any(each.dtype == torch.float32 for each in asked):
+        raise ValueError(f"precision={options.precision!r} quantises bf16 and fp16, not fp32; give dtype without it")
     masks = tuple({each.mask: None for each in asked})
     if uneven := [each for each in asked if each.head_dim != each.head_dim_v]:
         raise ValueError(f"head_dim is {uneven[0].head_dim}/{uneven[0].head_dim_v}; configurations are sought for equal ones")
     cells = dict.fromkeys((each.dtype, each.head_dim, each.seqlen_q) for each in asked)
+    if options.precision:
+        return [tuning.Job("forward", *cell, masks=masks, precisions=precisions) for cell in cells]
     return [tuning.Job(name, *cell, masks=masks) for cell in cells for name in tuning.PASSES]
 
 
@@ -69,13 +77,13 @@ def _timed(calls: Mapping[Config, Callable[[], object]]) -> dict[Config, float]:
 
 
 def _rows(job: tuning.Job, found: tuning.Found, environment: dict) -> list[Row]:
-    """One of each mask; of dkdv and dq the time of the whole backward pass."""
+    """One of each mask and precision; of dkdv and dq the time of the whole backward pass."""
     heads, direction = max(1, job.hidden // job.head_dim), "fwd" if job.purpose == "forward" else "bwd"
     rows = []
-    for mask, seconds in zip(job.masks, found.seconds, strict=True):
+    for (mask, precision), seconds in zip(job.workloads, found.seconds, strict=True):
         sizes = {"batch": 1, "seqlen_q": job.seqlen, "heads_q": heads, "head_dim": job.head_dim, "dtype": job.dtype}
         cell = Workload(name="tune", mask=mask, direction=direction, **sizes)
-        name, flops = f"triton[{job.purpose} {_text(found.config)}]", cell.flops
+        name, flops = f"triton[{' '.join(filter(None, (job.purpose, precision, _text(found.config))))}]", cell.flops
         times = {"clock": "events", "median_s": seconds, "flops": flops, "flops_per_s": flops / seconds}
         rows.append(Row(impl=name, name=cell.name, case={**cell.case}, environment=environment, **times))
     return rows
@@ -83,7 +91,7 @@ def _rows(job: tuning.Job, found: tuning.Found, environment: dict) -> list[Row]:
 
 def _table(job: tuning.Job, ranked: list[tuning.Found]) -> Table:
     table = Table(title=_title(job), title_justify="left")
-    for column in ("tiles", "warps", "stages", *(f"us, {mask!r}" for mask in job.masks)):
+    for column in ("tiles", "warps", "stages", *(", ".join(filter(None, ("us", repr(mask), way))) for mask, way in job.workloads)):
         table.add_column(column, justify="right")
     for each in ranked[:SHOWN]:
         config, times = each.config, (f"{1e6 * seconds:,.0f}" for seconds in each.seconds)
@@ -92,7 +100,8 @@ def _table(job: tuning.Job, ranked: list[tuning.Found]) -> Table:
 
 
 def _title(job: tuning.Job) -> str:
-    return f"{job.purpose}, head_dim {job.head_dim}, {str(job.dtype).removeprefix('torch.')}, {job.seqlen} tokens"
+    words = job.purpose, f"head_dim {job.head_dim}", str(job.dtype).removeprefix("torch."), *job.precisions, f"{job.seqlen} tokens"
+    return ", ".join(filter(None, words))
 
 
 def _text(config: Config) -> str:

@@ -12,6 +12,7 @@ from tilewise.backends.triton import bound, targets
 from tilewise.backends.triton import warmup as warming
 from tilewise.bench.sets import workloads_from
 from tilewise.cli.codes import FAILED, OK
+from tilewise.cli.kernels import ways
 from tilewise.display.progress import progress
 from tilewise.errors import UnsupportedError
 
@@ -59,9 +60,12 @@ def _cells(options: Namespace) -> list[warming.Cell]:
     groups = [int(text) if text.isdecimal() else 0 for text in (options.groups or GROUPS).split(",")]
     if 0 in groups:
         raise ValueError(f"groups must be numbers of query heads for each key head, such as {GROUPS}, got {options.groups!r}")
+    if options.precision and (wide := [each for each in asked if each.dtype == torch.float32]):
+        raise ValueError(f"precision={options.precision!r} quantises bf16 and fp16, not {wide[0].dtype}; give dtype without it")
     plain = dict.fromkeys((each.head_dim, each.head_dim_v, each.dtype, bound.kind_of(each.mask)) for each in asked)
     extras = of_hopper.extras_from(options.extras or "")
-    return [warming.Cell(*each, names, not options.forward, group) for each in plain for names in extras for group in groups]
+    found = [(*each, names, *way) for each in plain for names in extras for way in ways(options, extras)]
+    return [warming.Cell(*each, group) for each in found for group in groups]
 
 
 def _table(rows: list[tuple], target: targets.Target) -> Table:

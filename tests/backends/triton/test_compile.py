@@ -4,6 +4,8 @@ What is asserted is measured on compiled kernels; where their sources have not c
 one kernel a family is compiled anew and has to agree with it.
 """
 
+import ast
+import pkgutil
 import warnings
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ import triton_facts
 from triton_facts import Facts, known, measured, rows, turned
 from triton_inventory import PASSES, QUICK, Case, cases
 
-from tilewise.backends.triton import Triton
+from tilewise.backends.triton import Triton, kernels
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target
 from tilewise.problem import Problem
@@ -44,6 +46,7 @@ SPILLS = {
     "sm_120 forward bfloat16 128 tiles scores": 64,
     "sm_120 forward bfloat16 192 band int8": 8,
     "sm_120 forward bfloat16 192 band plain": 8,
+    "sm_80 decode bfloat16 128 chunk joined+tree+paged": 32,
     "sm_80 dkdv bfloat16 128 band plain": 8,
     "sm_80 dkdv bfloat16 128 tiles scores": 16,
     "sm_80 dkdv bfloat16 256 band plain": 16,
@@ -61,6 +64,10 @@ SPILLS = {
     "sm_80 forward bfloat16 512 band plain": 32,
     "sm_80 forward bfloat16 64 band plain": 16,
     "sm_86 dkdv bfloat16 128 band plain": 56,
+    "sm_89 decode bfloat16 192 chunk int8": 8,
+    "sm_89 decode bfloat16 192 chunk plain": 8,
+    "sm_89 decode float32 192 chunk plain": 24,
+    "sm_89 decode float32 64 chunk plain": 8,
     "sm_89 dkdv bfloat16 128 band plain": 56,
     "sm_89 dkdv bfloat16 128 tiles scores": 16,
     "sm_89 dkdv bfloat16 256 band plain": 8,
@@ -73,6 +80,10 @@ SPILLS = {
     "sm_89 forward bfloat16 192 band int8": 8,
     "sm_89 forward bfloat16 192 band plain": 56,
     "sm_89 forward bfloat16 64 band plain": 24,
+    "sm_90 decode bfloat16 128 chunk joined+tree+paged": 56,
+    "sm_90 decode bfloat16 128 chunk scores": 24,
+    "sm_90 decode bfloat16 576 one e4m3+rows": 8,
+    "sm_90 decode float32 96 chunk int8+paged": 8,
     "sm_90 dkdv bfloat16 128 band part": 32,
     "sm_90 dkdv bfloat16 192 band plain": 16,
     "sm_90 dkdv float32 128 band plain": 32,
@@ -86,6 +97,8 @@ SPILLS_MORE = {
     "sm_80 forward bfloat16 192 band plain": 80,
     "sm_80 forward bfloat16 40 band plain unaligned": 72,
     "sm_80 prepare bfloat16 512 band plain": 168,
+    "sm_89 decode float32 256 chunk plain": 136,
+    "sm_89 decode float32 256 one plain": 128,
     "sm_89 dkdv float32 128 band plain": 88,
     "sm_90 dkdv bfloat16 128 band plain": 88,
     "sm_90 dkdv bfloat16 128 tiles scores": 72,
@@ -98,6 +111,12 @@ SPILLS_MORE = {
     "sm_90 prepare bfloat16 512 band plain": 200,
 }
 RDNA_SPILLS = {
+    "gfx1100 decode bfloat16 128 chunk e4m3+paged": 280,
+    "gfx1100 decode bfloat16 576 chunk e4m3+rows": 3812,
+    "gfx1100 decode bfloat16 576 chunk plain": 2176,
+    "gfx1100 decode bfloat16 576 one e4m3+rows": 2620,
+    "gfx1100 decode bfloat16 576 one plain": 832,
+    "gfx1100 decode float32 128 chunk plain": 32,
     "gfx1100 dkdv bfloat16 128 band bias": 720,
     "gfx1100 dkdv bfloat16 128 band dropout": 788,
     "gfx1100 dkdv bfloat16 128 band plain": 736,
@@ -153,7 +172,7 @@ def wrong_with(case: Case, facts: Facts) -> list[str]:
         found.append(f"{facts.shared} bytes of shared memory, of {case.target.shared_bytes}")
     lacks = family == "rdna" and case.dtype == torch.float32  # the instruction
     multiplies = (
-        case.kernel in (*PASSES, "dbias") and not lacks
+        case.kernel in (*PASSES, "dbias", "decode") and not lacks
     )  # else it is a trap: Triton says nothing where tensor memory does not suffice
     if multiplies and not any(name in facts.products for name in (MULTIPLIES[family], "mma")):
         found.append(f"no {MULTIPLIES[family]}: {facts.products}")
@@ -177,7 +196,7 @@ def test_compiled_anew(case):
 
 def test_the_table_is_of_the_inventory():
     names = [case.name for case in INVENTORY]
-    assert len(set(names)) == len(names) <= 380 and set(TABLE) == set(names)
+    assert len(set(names)) == len(names) <= 540 and set(TABLE) == set(names)
     assert {case.arch for case in INVENTORY} == set(COMPILED)
 
 
@@ -210,7 +229,31 @@ def test_sources_count():
     assert triton_facts.source(kernel, Target("sm_86")) != digest
     assert triton_facts.source(replace(kernel, constants=tuple(other.items())), target) != digest
     assert triton_facts.source(replace(kernel, config=kernel.config._replace(stages=1)), target) != digest
-    assert triton_facts.reached(kernel.function.__module__) >= {"tilewise.backends.triton.kernels.visible"}
+    read = {f"{kernels.__name__}.{name}" for name in ("visible", "eight_bits")}  # which it imports names of, and as a module
+    assert triton_facts.reached(kernel.function.__module__) >= read
+
+
+def refused_by_the_oldest(code: ast.AST) -> list[str]:
+    """Assignments that Triton 3.6 does not take: to several targets, or to a tuple that has anything but names; it compiles no kernel of theirs."""
+    found = []
+    for node in ast.walk(code):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign | ast.For) else []
+        parts = [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+        if len(targets) > 1 or not all(isinstance(part, ast.Name) for part in parts):
+            found.append(f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(kernels.__path__)])
+def test_the_oldest_triton_takes_every_assignment(name):
+    assert refused_by_the_oldest(triton_facts.parsed(f"{kernels.__name__}.{name}")) == []
+
+
+def test_what_the_oldest_triton_refuses_is_found():
+    for line in ("a, (b, c) = d", "a, *b = c", "a = b = c", "for a, (b, c) in d: pass"):
+        assert len(refused_by_the_oldest(ast.parse(line))) == 1
+    for line in ("a, b = c", "a = b, (c, d)", "for a in b: pass", "a: int = b", "a += b"):
+        assert refused_by_the_oldest(ast.parse(line)) == []
 
 
 def test_every_family_has_every_row():

@@ -5,6 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from dataclasses import replace
+
+from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import Triton, bound, targets, warmup
 from tilewise.cli import grammar
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow
@@ -20,24 +23,54 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "forward"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_calls_launch_what_was_compiled(case, grad, monkeypatch):
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that calls on CPU tensors launch, in place of launching them."""
     if targets.interpreted():
         pytest.skip("in the interpreter nothing is compiled")
-    launched = []
-    monkeypatch.setattr(bound, "launcher", lambda kernel, target: launched.append(kernel) or (lambda programs, arguments: None))
+    found = []
+    monkeypatch.setattr(bound, "launcher", lambda kernel, target: found.append(kernel) or (lambda programs, arguments: None))
     monkeypatch.setattr(Triton, "why_not", lambda self, problem: [])
+    return found
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["gradients", "forward"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_calls_launch_what_was_compiled(case, grad, launched):
     call, (d_o, d_lse) = make(case, 0, "cpu", grad=grad), upstream(case, 0, "cpu")
     o, lse = Triton().forward(call)
     if grad:
         Triton().backward(call, o, lse, d_o, d_lse, bias_grad=call.bias is not None)
     extras = tuple(name for name in warmup.EXTRAS if getattr(case, name))
     dims = case.head_dim, case.head_dim if case.head_dim_v is None else case.head_dim_v
-    cell = warmup.Cell(*dims, call.q.dtype, bound.kind_of(case.mask), extras, grad, call.group)
+    cell = warmup.Cell(*dims, call.q.dtype, bound.kind_of(case.mask), extras, grad, group=call.group)
     ready = warmup.kernels(cell, targets.of_device(torch.device("cpu")))
     assert launched and not set(launched) - set(ready)
     assert grad or {kernel.name for kernel in ready} <= {kernel.name for kernel in launched}
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.id)
+def test_calls_in_eight_bits_launch_what_was_compiled(case, precision, launched):
+    call = replace(make(case, 0, "cpu", grad=False), precision=precision)
+    Triton().forward(call)
+    extras = tuple(name for name in warmup.EXTRAS if getattr(case, name))
+    cell = warmup.Cell(call.head_dim, call.head_dim_v, call.q.dtype, bound.kind_of(case.mask), extras, False, precision, call.group)
+    ready = warmup.kernels(cell, targets.of_device(torch.device("cpu")))
+    assert not set(launched) - set(ready)
+    of_ends = [kernel for kernel in ready if dict(kernel.constants).get("ENDS")]  # for lengths that are on the device
+    assert set(ready) - set(launched) <= set(of_ends) and bool(of_ends) == (cell.mask == "varlen")
+
+
+def test_tiles_in_eight_bits_are_the_targets_own():
+    """The quantiser knows a tile's keys."""
+    cell, tiles = warmup.Cell(128, 128, torch.bfloat16, "band", precision="int8"), set()
+    for arch in targets.COMPILED:
+        of_tiles = [kernel for kernel in warmup.kernels(cell, targets.Target(arch)) if kernel.name in ("forward", "quantise_k")]
+        found = {kernel.name: dict(kernel.constants)["TILE_N"] for kernel in of_tiles}
+        assert found["quantise_k"] == found["forward"]
+        tiles.add(found["forward"])
+    assert len(tiles) > 1
 
 
 @pytest.mark.parametrize(
@@ -47,6 +80,9 @@ def test_calls_launch_what_was_compiled(case, grad, monkeypatch):
         (["--arch", "sm_80", "--head-dim", "600"], "600"),
         (["--arch", "sm_80", "--groups", "1,x"], "groups must be"),
         (["--arch", "sm_80", "--clear"], "clear"),
+        (["--arch", "sm_80", "--precision", "int8,int4"], "int8,int4"),
+        (["--arch", "sm_80", "--precision", "int8", "--dtype", "fp32"], "quantises bf16 and fp16"),
+        (["--arch", "sm_80", "--precision", "int8", "--extras", "sink,dropout"], "cannot be combined with dropout"),
     ],
 )
 def test_what_is_refused(words, what, capsys):
@@ -69,3 +105,35 @@ def test_the_list(capsys):
     )
     out = capsys.readouterr().out
     assert "gfx942" in out and all(name in out for name in ("forward", "prepare", "dkdv", "dq", "repair_rows", "repair_columns"))
+
+
+def test_the_list_in_eight_bits(capsys):
+    """With what 16 bits need for gradients, or without."""
+    words = [
+        "warmup",
+        "--backend",
+        "triton",
+        "--arch",
+        "sm_80",
+        "--list",
+        "--head-dim",
+        "64",
+        "--dtype",
+        "bf16",
+        "--groups",
+        "4",
+        "--precision",
+        "int8",
+    ]
+    assert grammar.main(words) == 0 and grammar.main([*words, "--forward"]) == 0
+    both, forward = capsys.readouterr().out.split("Triton's kernels for")[1:]
+    names = "forward", "repair_rows", "centres", "quantise_q", "quantise_k", "largest_values", "quantise_v"
+    assert all(name in text for name in names for text in (both, forward)) and "dkdv" in both and "dkdv" not in forward
+
+
+def test_hoppers_list_in_eight_bits(capsys):
+    words = ["warmup", "--list", "--head-dim", "64", "--dtype", "bf16", "--mask", "full"]
+    assert grammar.main([*words, "--forward", "--precision", "int8_qk"]) == 0
+    assert "quantiser" in capsys.readouterr().out
+    assert grammar.main([*words, "--precision", "int9"]) == 2
+    assert "int9" in capsys.readouterr().err

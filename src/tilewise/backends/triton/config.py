@@ -69,14 +69,6 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 128): (Config(32, 64, 4, 4), TIMED),
     ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3), TIMED),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 3), TIMED),
-    ("cdna", "decode", 1, 256): (Config(16, 32, 4, 2), COMPILED),  # a thread of 8 warps has 256 registers, of 4 twice as many
-    ("cdna", "decode", 1, 576): (Config(16, 16, 4, 1), COMPILED),
-    ("cdna", "chunk", 1, 128): (Config(32, 32, 4, 2), COMPILED),
-    ("cdna", "chunk", 1, 192): (Config(32, 32, 4, 2), COMPILED),
-    ("cdna", "chunk", 1, 256): (Config(16, 32, 4, 2), COMPILED),
-    ("cdna", "chunk", 1, 576): (Config(16, 16, 4, 1), COMPILED),
-    ("cdna", "chunk", 2, 128): (Config(32, 32, 4, 2), COMPILED),
-    ("cdna", "chunk", 2, 192): (Config(32, 32, 4, 2), COMPILED),
 }
 FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     # pass, bytes of an element, head class: {families: (tile_m, tile_n, warps, stages)}
@@ -226,8 +218,31 @@ TABLE = {
     for family in families.split()
 } | TABLE
 
+CDNA_DECODE = {  # a thread of 8 warps has 256 registers, of 4 twice as many
+    ("decode", 1): {256: (16, 32, 4, 2), 576: (16, 16, 4, 1)},
+    ("chunk", 1): {128: (32, 32, 4, 2), 192: (32, 32, 4, 2), 256: (16, 32, 4, 2), 576: (16, 16, 4, 1)},
+    ("chunk", 2): {128: (32, 32, 4, 2), 192: (32, 32, 4, 2)},
+}
+RDNA_DECODE = {
+    ("decode", 1): {64: (16, 32, 8, 1)} | dict.fromkeys((128, 192, 256, 576), (16, 16, 8, 1)),
+    ("decode", 2): {64: (16, 64, 8, 1), 128: (16, 32, 8, 1), 192: (16, 32, 8, 1), 256: (16, 16, 8, 1), 576: (16, 32, 8, 1)},
+    ("decode", 4): {64: (16, 32, 8, 1)} | dict.fromkeys((128, 192, 256), (16, 16, 8, 1)),
+    ("chunk", 1): dict.fromkeys((64, 128, 192, 256, 576), (16, 16, 8, 1)),
+    ("chunk", 2): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1)} | dict.fromkeys((192, 256, 576), (16, 16, 8, 1)),
+    ("chunk", 4): dict.fromkeys((64, 128, 192, 256), (16, 16, 8, 1)),
+}
+"""What decode has there in place of DECODE's. RDNA's 256 registers hold tiles of 16 bits up to 192 columns, and of others up to 128, where a sequence
+has one query; of the rest these spill least."""
+TABLE |= {
+    (family, *key, head_dim): (Config(*tiles), COMPILED)
+    for families, found in (("cdna gfx950", CDNA_DECODE), ("rdna", RDNA_DECODE))
+    for key, rows in found.items()
+    for head_dim, tiles in rows.items()
+    for family in families.split()
+}
+
 # For whatever has no row: "decode" of at most 16 rows of a sequence or "chunk" of more, bytes of a cache's element (4: of q's), head class. Compiled
-# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 16 bytes, of fp32 with 256 up to 88.
+# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 24 bytes, of fp32 with 192 and 256 up to 136.
 DECODE = {
     ("decode", 1, 64): Config(16, 32, 4, 3),
     ("decode", 1, 128): Config(16, 32, 4, 3),

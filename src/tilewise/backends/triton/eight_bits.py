@@ -70,6 +70,12 @@ class Quantiser:
         dtypes = dict.fromkeys(("q", "k", "v", "x"), call.q.dtype) | {"q8": self.held, "k8": self.held, "v8": torch.float16}
         return Kernel(function, given, tuple(dtypes.items()), EXACT, aligned)
 
+    def kernels(self) -> list[Kernel]:
+        """All that it launches, for tensors that lie at multiples of 16 bytes."""
+        found = [self.kernel(name, True) for name in ("centres", "quantise_q", "quantise_k")]
+        of_values = [self.kernel("centres", True, of_values=True), *(self.kernel(name, True) for name in VALUES)]
+        return [*found, *(of_values if self.values else [])]
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Sequence[Tensor | None], run: Callable
     ) -> tuple[dict[str, Tensor], dict[str, object]]:

@@ -1,6 +1,7 @@
 """The search that fills config.TABLE: compile what may be fast, drop what spills or does not fit, time the rest in turns on this GPU.
 
 A configuration is chosen for a pass, the bytes of an element and a head class; workloads that it is timed at count equally, by the geometric mean.
+In 8 bits q and k are what has one byte: recipes that multiply these in int8 share their tiles, and are timed with their quantisers.
 """
 
 import itertools
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.triton.bound import Bound
+from tilewise.backends.eight_bits import INT8, RECIPES
+from tilewise.backends.triton.bound import Bound, kind_of
 from tilewise.backends.triton.config import Config, config_of, head_class
-from tilewise.backends.triton.launch import compiled
+from tilewise.backends.triton.eight_bits import Quantiser
+from tilewise.backends.triton.launch import Kernel, compiled
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.masks import Causal, Full, Mask
 from tilewise.problem import Call
@@ -27,6 +30,7 @@ MOST_SUMS = 160  # numbers that a thread adds up at most: beyond that everything
 LEAST_SUMS = 16
 SPILLED_BYTES = 64  # a thread's stack, at most
 MASKS: tuple[Mask, ...] = (Full(), Causal())
+IN_INT8 = tuple(name for name, recipe in RECIPES.items() if recipe.qk == INT8)
 
 
 class Job(NamedTuple):
@@ -38,13 +42,25 @@ class Job(NamedTuple):
     seqlen: int = 8192
     hidden: int = 2048
     masks: tuple[Mask, ...] = MASKS
+    precisions: tuple[str | None, ...] = (None,)  # or recipes whose products of q and k are of int8, of the forward pass
+
+    @property
+    def multiplied(self) -> torch.dtype:
+        """q's and k's in products."""
+        return self.dtype if self.precisions == (None,) else INT8
+
+    @property
+    def workloads(self) -> list[tuple[Mask, str | None]]:
+        """What it is timed at, with all masks of a recipe together."""
+        return [(mask, precision) for precision in self.precisions for mask in self.masks]
 
     def calls(self, device: torch.device | str) -> list[Call]:
-        """On random tensors, one for each mask."""
+        """On random tensors, one for each of `workloads`."""
         shape = 1, self.seqlen, self.hidden // self.head_dim, self.head_dim
         q, k, v = (torch.randn(shape, dtype=torch.float32, device=device).to(self.dtype) for _ in range(3))
         grad = self.purpose != "forward"
-        return [Call(q=q, k=k, v=v, mask=mask, scale=self.head_dim**-0.5, grad=grad) for mask in self.masks]
+        more = {"scale": self.head_dim**-0.5, "grad": grad}
+        return [Call(q=q, k=k, v=v, mask=mask, precision=precision, **more) for mask, precision in self.workloads]
 
 
 def candidates(job: Job) -> Iterator[Config]:
@@ -83,15 +99,34 @@ def compile_all(todo: Sequence[tuple[Job, Config]], processes: int | None = None
         return list(pool.map(_compile, *zip(*todo, strict=True)))
 
 
+def kernels(job: Job, config: Config, device: torch.device | str) -> tuple[list[Kernel], list[Kernel]]:
+    """The pass of each workload, and all others that depend on the configuration: what mends a result, and what quantises."""
+    passes, others = [], []
+    for call in job._replace(seqlen=16, hidden=job.head_dim, masks=(Full(),)).calls(device):
+        bound = Bound(call, {job.purpose: config})
+        for kind in map(kind_of, job.masks):
+            first, mends = bound.kernels(job.purpose, kind)
+            passes.append(first)
+            others.append(mends)
+        others += bound.quantiser.kernels() if isinstance(bound.quantiser, Quantiser) else []
+    return list(dict.fromkeys(passes)), list(dict.fromkeys(others))
+
+
 def _compile(job: Job, config: Config) -> Compiled:
-    """The pass and what mends its result, for a call with a band as its mask."""
+    """Everything that is timed; of a configuration that spills the pass alone, unless it is the one that ships."""
     try:
-        bound = Bound(job._replace(seqlen=16, hidden=job.head_dim).calls("cuda")[0], {job.purpose: config})
-        loaded, _ = (compiled(kernel, bound.target) for kernel in bound.kernels(job.purpose))
-        loaded._init_handles()
+        passes, others = kernels(job, config, "cuda")
+        spills = []
+        for kernel in passes:
+            loaded = compiled(kernel, _target())
+            loaded._init_handles()
+            spills.append(loaded.n_spills)
+        spilled = 4 * max(spills) > SPILLED_BYTES
+        for kernel in [] if spilled and config != shipped(job) else others:
+            compiled(kernel, _target())
     except Exception as error:  # of the compiler, which has many; said in the table
         return Compiled(job, config, f"{type(error).__name__}: {str(error).splitlines()[0][:100]}")
-    return Compiled(job, config, f"{loaded.n_spills} numbers spilled" if 4 * loaded.n_spills > SPILLED_BYTES else "")
+    return Compiled(job, config, f"{max(spills)} numbers spilled" if spilled else "")
 
 
 class Found(NamedTuple):
@@ -111,9 +146,8 @@ def search(
     """Each job's configurations from the fastest on, the one that ships among them, whatever it spills; `time` measures calls in turns. Of `most`
     other candidates a job, compiled by so many processes.
     """
-    shipped = {job: config_of(_target(), job.purpose, job.dtype, job.head_dim, job.head_dim) for job in jobs}
-    todo = [(job, config) for job in jobs for config in dict.fromkeys([shipped[job], *itertools.islice(candidates(job), most)])]
-    able = [each for each in compile_all(todo, processes) if not each.wrong or each.config == shipped[each.job]]
+    todo = [(job, config) for job in jobs for config in dict.fromkeys([shipped(job), *itertools.islice(candidates(job), most)])]
+    able = [each for each in compile_all(todo, processes) if not each.wrong or each.config == shipped(each.job)]
     found = {}
     for job in jobs:
         seconds: dict[Config, list[float]] = {each.config: [] for each in able if each.job == job}
@@ -125,9 +159,14 @@ def search(
     return found
 
 
+def shipped(job: Job) -> Config:
+    """The table's."""
+    return config_of(_target(), job.purpose, job.multiplied, job.head_dim, job.head_dim)
+
+
 def row(job: Job, config: Config, note: str) -> str:
     """The line for config.TABLE."""
-    key = _target().family, job.purpose, job.dtype.itemsize, head_class(job.head_dim, job.head_dim)
+    key = _target().family, job.purpose, job.multiplied.itemsize, head_class(job.head_dim, job.head_dim)
     return f"    {key}: ({config!r}, {note!r}),".replace("'", '"')
 
 

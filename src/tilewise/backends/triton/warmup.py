@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tilewise.backends.triton.bound import SMALL, Bound, finding
+from tilewise.backends.triton.eight_bits import Quantiser
 from tilewise.backends.triton.kernels import backward
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.launch import Kernel, compiled
@@ -30,6 +31,7 @@ class Cell(NamedTuple):
     mask: str  # `bound.kind_of`
     extras: tuple[str, ...] = ()  # of EXTRAS
     grad: bool = False
+    precision: str | None = None  # the recipe in 8 bits; without grad, since gradients are those of 16 bits
     group: int = 1  # query heads of a key head
 
 
@@ -45,6 +47,10 @@ def kernels(cell: Cell, target: Target) -> list[Kernel]:
     """Those that calls of that kind launch there, for tensors that lie at multiples of 16 bytes."""
     bound = _bound(cell, target)
     found = [kernel for purpose in ("forward", "dkdv", "dq")[: 3 if cell.grad else 1] for kernel in bound.kernels(purpose, cell.mask)]
+    if isinstance(bound.quantiser, Quantiser):
+        for unread in (False, True)[: 2 if cell.mask == "varlen" else 1]:
+            bound.quantiser.unread = unread
+            found += bound.quantiser.kernels()
     if cell.mask == "varlen":
         found += [finding(by_keys) for by_keys in (False, True)[: 2 if cell.grad else 1]]
     if cell.grad:
@@ -97,6 +103,5 @@ def _bound(cell: Cell, target: Target) -> Bound:
         for heads, dim in ((cell.group, cell.head_dim), (1, cell.head_dim), (1, cell.head_dim_v))
     )
     extras = {{"alibi": "alibi_slopes"}.get(name, name): values[name] for name in cell.extras}
-    bound = Bound(Call(q=q, k=k, v=v, mask=Full(), scale=1.0, grad=cell.grad, **extras))  # pyright: ignore[reportArgumentType]
-    bound.target = target
-    return bound
+    call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0, grad=cell.grad, precision=cell.precision, **extras)  # pyright: ignore[reportArgumentType]
+    return Bound(call, target=target)
