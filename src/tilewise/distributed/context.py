@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tilewise import api, errors
+from tilewise.distributed import bound
 from tilewise.distributed.exchange import begin, begin_back, collect, finish, finish_back
 from tilewise.distributed.planning import Plan
 from tilewise.errors import ShapeError, UnsupportedError
@@ -175,7 +176,7 @@ class _Attention(torch.autograd.Function):
         found = []
         for piece, keys, values in _keys(k, v, plan, options):
             given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=grad)
-            results = operator.attend(given, wide_keys=True)[:2] if queries.shape[1] else _nothing(given)
+            results = bound.attend(plan, given) if queries.shape[1] else _nothing(given)
             if options.parts > 1:
                 results = results[0].to(results[1].dtype), results[1]
             found.append(results if piece.begins else merge(*zip(found.pop(), results, strict=True)))
@@ -204,7 +205,7 @@ class _Attention(torch.autograd.Function):
                 mine, heads = _of_stage(plan, options, piece.stage)
                 statistics = (None if x is None else x[:, mine].contiguous() for x in (lse, d_lse))
                 stage_lse, stage_d_lse = statistics
-                results = operator.differentiate(o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad, wide_keys=True)
+                results = bound.differentiate(plan, o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad)
                 dq[:, :, mine] = results[0] if piece.begins else dq[:, :, mine] + results[0]
                 if d_bias is not None:
                     of_heads = d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]
