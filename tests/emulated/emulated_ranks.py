@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tilewise import distributed
+from tilewise.distributed import bound
 from tilewise.masks import Causal, Part
 from tilewise.problem import Call
 from tilewise.runtime import operator
@@ -21,7 +22,10 @@ def wide_keys(rank: int, world: int) -> str:
     n, backend, draw = 300, Emulated(), torch.Generator().manual_seed(1)
     q, k, v, d_o = (torch.randn(1, n, heads, 64, generator=draw).bfloat16() for heads in (2, 1, 1, 2))
     plan = distributed.plan(Causal(), n, dist.group.WORLD, heads=(2, 1), head_dim=64, layout="zigzag")
-    with mock.patch.object(operator, "choose", lambda *_: backend):
+    with (
+        mock.patch.object(bound, "_bound", lambda *_: None),
+        mock.patch.object(operator, "choose", lambda *_: backend),
+    ):  # which binds nothing
         mine = [plan.dispatch(x).requires_grad_() for x in (q, k, v)]
         found = torch.autograd.grad(distributed.attention(*mine, plan), mine, plan.dispatch(d_o))
     parts = []
