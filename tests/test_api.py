@@ -190,3 +190,9 @@ def test_import_is_light():
         "found = heavy & sys.modules.keys() - before; print(spent, found); assert spent < 1.5 and not found"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_several_gpus_need_no_import_of_their_own():
+    """`tw.distributed` is there after `import tilewise`, which alone does not import torch.distributed's machinery."""
+    code = "import sys, tilewise as tw; assert 'tilewise.distributed' not in sys.modules; assert tw.distributed.plan and not hasattr(tw, 'x')"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,8 @@
 """tilewise: exact attention that never stores the score matrix. Shapes are (batch, seqlen, heads, head_dim)."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tilewise.api import attention, explain
 from tilewise.decoding import append, decode
 from tilewise.errors import ShapeError, UnsupportedError
@@ -24,6 +27,9 @@ from tilewise.masks import (
 from tilewise.merge import merge
 from tilewise.quantising import quantise
 from tilewise.varlen import attention_varlen
+
+if TYPE_CHECKING:
+    from tilewise import distributed as distributed
 
 __version__ = "0.2.0"
 
@@ -54,3 +60,10 @@ __all__ = [
     "merge",
     "quantise",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`tilewise.distributed`, which imports torch.distributed, when it is first asked for."""
+    if name == "distributed":
+        return importlib.import_module("tilewise.distributed")
+    raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
