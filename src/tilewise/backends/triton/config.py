@@ -231,8 +231,9 @@ RDNA_DECODE = {
     ("chunk", 2): {64: (32, 32, 8, 1), 128: (16, 32, 8, 1)} | dict.fromkeys((192, 256, 576), (16, 16, 8, 1)),
     ("chunk", 4): dict.fromkeys((64, 128, 192, 256), (16, 16, 8, 1)),
 }
-"""What decode has there in place of DECODE's. RDNA's 256 registers hold tiles of 16 bits up to 192 columns, and of others up to 128, where a sequence
-has one query; of the rest these spill least."""
+"""What decode has there in place of DECODE's. RDNA's 256 registers hold tiles of 16 bits up to 192 columns, and of e4m3 and fp32 up to 128, where a
+sequence has one query; of the rest, int8 among them, these spill least.
+"""
 TABLE |= {
     (family, *key, head_dim): (Config(*tiles), COMPILED)
     for families, found in (("cdna gfx950", CDNA_DECODE), ("rdna", RDNA_DECODE))
@@ -242,7 +243,7 @@ TABLE |= {
 }
 
 # For whatever has no row: "decode" of at most 16 rows of a sequence or "chunk" of more, bytes of a cache's element (4: of q's), head class. Compiled
-# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 24 bytes, of fp32 with 192 and 256 up to 136.
+# with Triton 3.9.0 for sm_80, sm_89, sm_90 and gfx942, never timed. A thread spills 0 to 24 bytes, of fp32 with 192 and 256 up to 152.
 DECODE = {
     ("decode", 1, 64): Config(16, 32, 4, 3),
     ("decode", 1, 128): Config(16, 32, 4, 3),
