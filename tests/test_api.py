@@ -194,5 +194,7 @@ def test_import_is_light():
 
 def test_several_gpus_need_no_import_of_their_own():
     """`tw.distributed` is there after `import tilewise`, which alone does not import torch.distributed's machinery."""
-    code = "import sys, tilewise as tw; assert 'tilewise.distributed' not in sys.modules; assert tw.distributed.plan and not hasattr(tw, 'x')"
+    code = (
+        "import sys, tilewise as tw; assert 'tilewise.distributed' not in sys.modules; assert tw.distributed.plan and not hasattr(tw, 'x')"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
