@@ -6,6 +6,7 @@ import sys
 import textwrap
 from importlib import metadata
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -204,3 +205,15 @@ def test_the_names_of_diffusers():
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout
     assert len(out.split()) == 6
+
+
+@pytest.mark.parametrize(("backend", "pays"), [("hopper", True), ("triton", False), ("tiled", False)])
+def test_it_pays_where_it_was_measured_to(backend, pays, monkeypatch):
+    """By Triton, whose kernels of 8 bits were slower than those of 16 bits where they were timed, calls stay in 16."""
+    monkeypatch.setattr(_paying.dispatch, "choose", lambda problem: SimpleNamespace(name=backend))
+    _paying._kernel.cache_clear()
+    try:
+        q, k, v = (torch.empty(1, n, 2, 128, dtype=torch.bfloat16) for n in (4, _paying.FEWEST_KEYS + 1, _paying.FEWEST_KEYS + 1))
+        assert _paying.paying("int8", q, k, v) == ("int8" if pays else None)
+    finally:
+        _paying._kernel.cache_clear()
