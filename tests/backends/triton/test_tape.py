@@ -10,6 +10,7 @@ from append_problems import AppendCase
 from decode_problems import DecodeCase
 
 from tests.shared.interpreted import interpreted
+from tilewise.errors import ShapeError
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow, Unread
 from tilewise.problem import Call
 from tilewise.testing import poison
@@ -75,6 +76,23 @@ def test_packed_documents():
 def test_eight_bits(precision):
     found = interpreted(plays, replace(CASES[0], head_dim=64, dtype="bf16"), False, precision)
     assert found == [("forward", True)] * 2
+
+
+def test_memory_that_was_given_back_is_refused():
+    with pytest.raises(ShapeError, match="has no memory"):
+        interpreted(given_back)
+
+
+def given_back() -> None:
+    """By a call that others like it came before."""
+    from tilewise.backends.triton import Triton
+
+    x, y = (torch.randn(1, 40, 2, 32) for _ in range(2))
+    bound = Triton().bind(Call(q=x, k=x, v=y, mask=Causal(), scale=1.0))
+    for _ in range(2):
+        bound.forward(x, x, y, (None,) * 9, True)
+    y.untyped_storage().resize_(0)
+    bound.forward(x, x, y, (None,) * 9, True)
 
 
 def test_one_tensor_for_all_is_told_from_three():
