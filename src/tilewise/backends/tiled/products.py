@@ -8,8 +8,9 @@ from torch import Tensor
 from tilewise.problem import Call
 
 # A CPU's matrix product adds the terms of an element one after another: over 256 rows that was 11 ulp, three times the naive formula's error,
-# on the values of keys that every query sees. Sums of 64 are added up instead (4 % of the time at seqlen 2048, AMD EPYC, 2026-11).
-_TERMS = 64
+# on the values of keys that every query sees. Sums of so many (fp64: the second) are added up instead (4 % of the time at seqlen 2048, AMD EPYC,
+# 2026-11).
+_TERMS = 64, 128
 _LIMIT = 1e9  # a product of three such values and the lengths stays far from the end of fp32
 _OVERFLOW = 1e30  # scores up to here, and their sums, stay far from it too
 _STEEP = 1e4  # up to here, rounding a score and its row's LSE to fp32 changes P by less than 1 %
@@ -56,10 +57,13 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, visible: Tensor | None) -> Non
     A factor a[i, j] of a hidden pair is never multiplied with b[j]: 0 * NaN is NaN. Rows of b that are finite go through the
     plain product (a is zero at hidden pairs); the others, if anyone sees them, are added one by one.
     """
+    if visible is None and b.device.type != "cpu":
+        out.baddbmm_(a, b)
+        return
     if visible is None:
-        terms = _TERMS if b.device.type == "cpu" else max(b.shape[1], 1)
+        terms = _TERMS[b.dtype == torch.float64]
         for i in range(0, b.shape[1], terms):
-            out.baddbmm_(a[:, :, i : i + terms], b[:, i : i + terms])
+            out += a[:, :, i : i + terms] @ b[:, i : i + terms]  # `baddbmm_` may begin with `out`, and add the terms to it (MKL in fp64)
         return
     finite = b.isfinite().all(dim=-1).all(dim=0)  # (m,)
     out.baddbmm_(a[:, :, finite], b[:, finite])
