@@ -46,13 +46,17 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
             raise ShapeError(
                 f"lses[{n}] has shape {tuple(lse.shape)}, but outputs[{n}] of shape {tuple(o.shape)} needs {(*lead, heads, rows)}"
             )
-    partial = torch.stack(tuple(lses))
-    top = partial.detach().amax(0)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    weight = torch.exp(partial - top)
-    total = weight.sum(0)
-    empty = total == 0
-    lse = torch.where(empty, -torch.inf, top + torch.log(torch.where(empty, 1.0, total)))
-    weight = (weight / torch.where(empty, 1.0, total)).transpose(-1, -2).unsqueeze(-1)
+    weight, lse = weights(torch.stack(tuple(lses)))
+    weight = weight.transpose(-1, -2).unsqueeze(-1)
     o = sum(w * torch.where(w == 0, 0.0, part) for w, part in zip(weight, outputs, strict=True))
     return o.to(outputs[0].dtype), lse
+
+
+def weights(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """What each part's O counts for, exp(L_n - L), and L, from L_n (parts, ...); -inf and 0 where all are -inf."""
+    top = lses.detach().amax(0)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weight = torch.exp(lses - top)
+    total = weight.sum(0)
+    some = total.clamp(min=1.0)  # the largest part adds 1
+    return weight / some, (top + some.log()).masked_fill(total == 0, -torch.inf)
