@@ -15,7 +15,7 @@ from tilewise.runtime import operator
 
 
 def wide_keys(rank: int, world: int) -> str:
-    """For each key `distributed.attention` gives the sum of the ranks' fp32 parts, rounded once."""
+    """`distributed.attention` gives dQ of one process, and for each key the sum of the ranks' fp32 parts, rounded once."""
     os.environ.update(CUTE_DSL_ARCH="sm_90a", CUTE_DSL_KEEP="cubin", CUTE_DSL_DUMP_DIR=tempfile.mkdtemp(), TILEWISE_CACHE="0")
     from emulator.backend import Emulated
 
@@ -28,6 +28,8 @@ def wide_keys(rank: int, world: int) -> str:
     ):  # which binds nothing
         mine = [plan.dispatch(x).requires_grad_() for x in (q, k, v)]
         found = torch.autograd.grad(distributed.attention(*mine, plan), mine, plan.dispatch(d_o))
+    whole = Call(q=q, k=k, v=v, mask=Part(Causal(), n, ((0, n),)), scale=0.125, grad=True)
+    assert torch.equal(found[0], plan.dispatch(backend.backward(whole, *backend.forward(whole), d_o, None).q))
     parts = []
     for rows in plan.rows:
         places = torch.cat([torch.arange(*each) for each in rows])

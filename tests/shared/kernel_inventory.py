@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -363,24 +362,21 @@ def shipped_backward_too() -> Iterator[backward.Config]:
 # dK and dV in fp32: of every tile, and of what ends a block of keys in ways of its own.
 
 
-def wide_keys(*configs: backward.Config) -> list[backward.Config]:
-    return [replace(each, wide_keys=True) for each in configs]
-
-
-WIDE_KEYS = wide_keys(
+WIDE_KEYS = (
     *(many_keys(dims, SEES[i % len(SEES)], {}) for i, dims in enumerate(backward.TILES)),
     heads_apart(*APART[4]),
     of_length((128, 128), "all", 8192),
     few_keys((64, 64), "causal", {}, torch.float16),
 )
-WIDE_KEYS_TOO = wide_keys(
+WIDE_KEYS_TOO = (
     *(many_keys(*shape, {}) for shape in SHAPES),
     *(of_length(*case) for case in LONG if case[-1] == torch.bfloat16),
     *(heads_apart(*case) for case in APART),
     *(many_keys(*case) for case in BACKWARD_CHANGED),
     *(few_keys(*shape, {}) for shape in FEW),
 )
-WIDE_KEYS_TOO = [each for each in dict.fromkeys(WIDE_KEYS_TOO) if each not in WIDE_KEYS]
+WIDE_KEYS, WIDE_KEYS_TOO = ([*dict.fromkeys(map(plan.wide_keys, each))] for each in (WIDE_KEYS, WIDE_KEYS_TOO))
+WIDE_KEYS_TOO = [each for each in WIDE_KEYS_TOO if each not in WIDE_KEYS]
 
 REPAIRS = of_repairs([*shipped_backward(), *WIDE_KEYS])
 REPAIRS_TOO = [each for each in of_repairs([*shipped_backward_too(), *WIDE_KEYS_TOO]) if each not in REPAIRS]

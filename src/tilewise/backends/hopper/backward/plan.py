@@ -1,7 +1,7 @@
 """What a backward pass on Hopper is made of, found once for a call: its configuration, the order of its thread blocks, the sizes of its scratch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -83,9 +83,23 @@ class Plan:
 
 def config_of(call: Call) -> Config:
     few, sees = call.seqlen_k <= ONE_BLOCK, visibility.sees(call.mask)
-    choice = changes.fields(call) | {"wide_keys": call.wide_keys and not jit.why_no_compiler()}  # prebuilt kernels round
-    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **choice)
+    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+    if call.wide_keys and not jit.why_no_compiler():  # prebuilt kernels round
+        config = wide_keys(config)
     return heads_apart(config) if _apart(config, call) else config
+
+
+@lru_cache(1024)
+def wide_keys(config: Config) -> Config:
+    """With dK and dV in fp32. Two kernels would spill 8 bytes by that: under tables at head_dim 64, which therefore has tiles of 64 queries, and
+    of one block of keys at 128 without a mask, whose consumers need the registers that ROOMY gives to others. dQ has the same bits.
+    """
+    config = replace(config, wide_keys=True)
+    if config.sees == "runs" and config.tile_m == 128 and not config.one_block:
+        return config.but(tile_m=64)
+    if config.one_block and config.sees == "all" and not (config.modified or config.dropout):
+        return config.but(roomy=False)
+    return config
 
 
 @lru_cache(1024)
