@@ -151,8 +151,8 @@ def decode(
 
 
 def _merged(o: Tensor, lse: Tensor, world: int, group: Group) -> tuple[Tensor, Tensor]:
-    """What the parts of all ranks give, as by `merge`, in fewer launches, for which a step of decoding waits. O and LSE cross together, the LSE's bits
-    as so many more columns of O's dtype.
+    """What the parts of all ranks give, as by `merge` in fewer launches, for which a step of decoding waits. O and LSE cross together, the LSE's
+    bits as so many more columns of O's dtype.
     """
     columns = lse.transpose(-1, -2)[..., None]
     columns = columns if lse.dtype == o.dtype else columns.contiguous().view(o.dtype)
