@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 import tilewise as tw
 from tilewise.backends.hopper import coverage
 from tilewise.backends.hopper.decode import call as decode
+from tilewise.backends.triton import targets
 from tilewise.machine import once
 from tilewise.masks import Causal, ChunkedCausal, SlidingWindow
 from tilewise.problem import DecodeCall, Problem
@@ -40,13 +41,14 @@ CALLS = {  # dtype, head_dim, mask, its tensors, backend, drawn: whether it read
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Sets whether this is a machine for Hopper's kernels."""
+    """Sets whether this is a machine for Hopper's kernels, and for Triton's."""
 
-    def install(there: bool = True) -> None:
+    def install(there: bool = True, triton: bool = False) -> None:
         dispatch.reasons.cache_clear()
         dispatch.choose.cache_clear()
         monkeypatch.setattr(jit, "why_no_compiler", lambda: [])
         monkeypatch.setattr(jit, "why_not_here", lambda capability: [] if there else ["it is elsewhere"])
+        monkeypatch.setattr(targets, "why_not", lambda capability: "" if triton else "it is elsewhere")
 
     yield install
     dispatch.reasons.cache_clear()
@@ -71,6 +73,18 @@ def test_what_reads(dtype, dim, mask, tensors, backend, drawn, reads, hopper):
             assert graphs.reads(operands(q, q, mask, tensors, backend, drawn)) == (reads or not there)
     q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cpu")
     assert not graphs.reads(operands(q, q, mask, tensors, backend, drawn))
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"), [(name, each[-1] and name not in ("fp32", "large heads")) for name, each in CALLS.items() if name != "by name"]
+)
+def test_what_triton_reads(name, reads, hopper):
+    """What needs reading on Hopper, and nothing of what Hopper has no kernels for."""
+    dtype, dim, mask, tensors, backend, drawn, _ = CALLS[name]
+    hopper(False, triton=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 4, 2, dim, dtype=dtype, device="cuda")
+        assert graphs.reads(operands(q, q, mask, tensors, backend, drawn)) == reads
 
 
 @pytest.mark.parametrize(
