@@ -47,7 +47,7 @@ def times(rows: list[dict]) -> list[str]:
         rate = "–" if one is None else f"{100 * one / 2 / cell['tilewise']:.0f} %"
         name = f"{mask}, {seqlen >> 10}k, {heads[0]}:{heads[1]} heads, {direction}"
         body.append([name, "–" if one is None else f"{one:.2f}", *took, rate])
-    return [*markdown(["ms", "one GPU", *SCHEMES, "rate of a GPU beside one alone"], body), "", stamp(found)]
+    return [*markdown(["ms", "one GPU", *SCHEMES, "rate of a GPU, against one alone"], body), "", stamp(found)]
 
 
 def decode(rows: list[dict]) -> list[str]:

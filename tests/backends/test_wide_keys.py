@@ -9,6 +9,7 @@ import wide_keys
 from tilewise import distributed
 from tilewise.backends.cpu import Cpu, native
 from tilewise.backends.tiled import Tiled
+from tilewise.distributed import bound
 from tilewise.masks import Causal, Documents, SlidingWindow
 from tilewise.runtime import operator
 from tilewise.testing.cases import Case, make
@@ -53,7 +54,8 @@ def test_both_passes_of_a_rank_say_so(monkeypatch):
             told.append(call.wide_keys)
             return super().backward(call, *given, **named)
 
-    monkeypatch.setattr(operator, "choose", lambda *_: Telling())
+    for module in (operator, bound):
+        monkeypatch.setattr(module, "choose", lambda *_: Telling())
     call = make(replace(CASES[2], head_dim_v=None), grad=True)
     plan = distributed.plan(Causal(), call.seqlen_q, (0, 1), heads=(call.heads_q, call.heads_k), head_dim=call.head_dim)
     q, k, v = (x.requires_grad_() for x in (call.q, call.k, call.v))

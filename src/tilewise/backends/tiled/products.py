@@ -57,15 +57,20 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor, visible: Tensor | None) -> Non
     A factor a[i, j] of a hidden pair is never multiplied with b[j]: 0 * NaN is NaN. Rows of b that are finite go through the
     plain product (a is zero at hidden pairs); the others, if anyone sees them, are added one by one.
     """
-    if visible is None and b.device.type != "cpu":
-        out.baddbmm_(a, b)
-        return
     if visible is None:
-        terms = _TERMS[b.dtype == torch.float64]
-        for i in range(0, b.shape[1], terms):
-            out += a[:, :, i : i + terms] @ b[:, i : i + terms]  # `baddbmm_` may begin with `out`, and add the terms to it (MKL in fp64)
+        _add(out, a, b)
         return
     finite = b.isfinite().all(dim=-1).all(dim=0)  # (m,)
-    out.baddbmm_(a[:, :, finite], b[:, finite])
+    _add(out, a, b.masked_fill(~finite[:, None], 0.0))
     for j in (~finite & visible.any(dim=0)).nonzero().flatten().tolist():
         out += torch.where(visible[:, j, None], a[:, :, j, None] * b[:, j, None], 0.0)
+
+
+def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b."""
+    if b.device.type != "cpu":
+        out.baddbmm_(a, b)
+        return
+    terms = _TERMS[b.dtype == torch.float64]
+    for i in range(0, b.shape[1], terms):
+        out += a[:, :, i : i + terms] @ b[:, i : i + terms]  # `baddbmm_` may begin with `out`, and add the terms to it (MKL in fp64)
