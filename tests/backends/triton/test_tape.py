@@ -18,14 +18,14 @@ from tilewise.testing.cases import Case, make, upstream
 
 pytest.importorskip("triton")
 
-SIZES = {"batch": 2, "seqlen_q": 45, "seqlen_k": 70, "heads_q": 4, "heads_k": 2, "head_dim": 40, "dtype": "fp16"}
+SIZES = {"batch": 1, "seqlen_q": 33, "seqlen_k": 40, "heads_q": 2, "heads_k": 1, "head_dim": 40, "dtype": "fp16"}
 CASES = [
     Case(**SIZES, mask=Causal()),
     Case(**SIZES | {"head_dim": 96, "head_dim_v": 64}, mask=SlidingWindow(20, 3), softcap=5.0, lse_grad=True),
     Case(**SIZES, mask=ChunkedCausal(16), alibi="bh"),
     Case(**SIZES, mask=Full(), bias="hq", sink=True),
     Case(**SIZES | {"dtype": "fp32"}, mask=Causal(), sink=True, dropout=0.3),
-    Case(**SIZES | {"batch": 1}, mask=Documents([0, 7, 45], [0, 30, 70], inner=Causal())),
+    Case(**SIZES, mask=Documents([0, 7, 33], [0, 30, 40], inner=Causal())),
 ]
 
 
@@ -36,7 +36,7 @@ def plays(case: Case, unread: bool = False, precision: str | None = None) -> lis
     def fresh(seed: int) -> Call:
         call = replace(make(case, seed, grad=precision is None), precision=precision)
         if unread:
-            ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 7 + seed, 45], [0, 30 + seed, 70])]
+            ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 7 + seed, 33], [0, 30 + seed, 40])]
             return replace(call, mask=Unread(*ends, Causal()))
         return call
 
@@ -115,7 +115,7 @@ DECODES = [
         lengths=(70, 1, 300, 9), queries=(3, 1, 0, 30), heads=(6, 2), page=16, softcap=5.0, alibi=True, sink=True, dtype=torch.float16
     ),
     DecodeCase(lengths=(70, 3, 0, 130), queries=7, tree=7, leftpad=(5, 0, 0, 20), heads=(2, 1)),
-    DecodeCase(lengths=(1500, 20), split=100, entries=True),
+    DecodeCase(lengths=(400, 20), split=100, entries=True),
     DecodeCase(lengths=(40,), dims=(576, 512), latent=True),
 ]
 
