@@ -43,7 +43,8 @@ class Tapes:
         names that kernels have for them; constants: tensors among them that are the same for all calls.
         """
         addresses = {name: x.data_ptr() for name, x in given.items() if isinstance(x, Tensor)}
-        if 0 in addresses.values():  # a tensor without numbers, or one whose memory was given back, which `launch` refuses
+        # An address of 0: a tensor without numbers, or memory that was given back, which `launch` refuses. Within a recording it is part of it.
+        if 0 in addresses.values() or recording() is not None:
             launch()
             return
         key = key, *(name for name, address in addresses.items() if address % ALIGNED)
