@@ -43,19 +43,27 @@ def test_rows_have_the_bits_of_the_whole_call(name, dim):
         assert torch.equal(x, y[:, places]), what
 
 
+MASKS = tw.Full(), tw.Causal(), tw.SlidingWindow(200, 9)
+WIDE = [
+    ((1100, 1100, (4, 2)), (*MASKS, tw.Documents((0, 300, 1100), inner=tw.Causal()), random_mask(1100, 1100))),
+    ((1100, 77, (4, 2)), MASKS),
+]
+WIDE.append(((3000, 3000, (16, 1)), MASKS))  # query heads of a group are apart
+
+
 @pytest.mark.parametrize("dims", TILES, ids=str)
-def test_wide_keys(dims):
-    """dK and dV in fp32 round to the bits that are given without, are nearer to fp64, and exact where they can be; masks by all ways of seeing."""
-    sizes = {"batch": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
-    lengths = (1100, 1100, (4, 2)), (1100, 77, (4, 2)), (3000, 3000, (16, 1))  # the last: query heads of a group are apart
-    for turn, (seqlen_q, seqlen_k, heads) in enumerate(lengths):
-        masks = tw.Full(), tw.Causal(), tw.SlidingWindow(200, 9)
-        if turn == 0:
-            masks += tw.Documents((0, 300, 1100), inner=tw.Causal()), random_mask(1100, 1100)
-        for i, mask in enumerate(masks):
-            each = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads[0], "heads_k": heads[1], "mask": mask}
-            case = Case(**sizes | each, dtype=("bf16", "fp16")[(turn + i) % 2], lse_grad=i % 3 == 1)
-            wide_keys.held(Hopper(), case, device="cuda")
+@pytest.mark.parametrize("turn", range(len(WIDE)))
+def test_wide_keys(turn, dims):
+    """dK and dV in fp32 round to the bits that are given without, and are nearer to fp64; masks by all ways of seeing."""
+    (seqlen_q, seqlen_k, heads), masks = WIDE[turn]
+    sizes = {"batch": 1, "head_dim": dims[0], "head_dim_v": dims[1], "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    for i, mask in enumerate(masks):
+        case = Case(**sizes, heads_q=heads[0], heads_k=heads[1], mask=mask, dtype=("bf16", "fp16")[(turn + i) % 2], lse_grad=i % 3 == 1)
+        wide_keys.held(Hopper(), case, device="cuda")
+
+
+@pytest.mark.parametrize("dims", TILES, ids=str)
+def test_wide_keys_are_exact_where_they_can_be(dims):
     wide_keys.sums_are_exact(Hopper(), dims, device="cuda")
 
 

@@ -5,9 +5,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tilewise.backends.triton import append, decode, prefix
+from tilewise.backends.triton import append, decode, merging, prefix
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel
 from tilewise.masks import Causal
 from tilewise.problem import AppendCall, DecodeCall, Rotary, Share
@@ -38,7 +37,7 @@ def kernel(case) -> Kernel:
         bound = prefix.bind(_decode(case, words))
         if isinstance(bound, prefix.Prefixed):
             bound = bound.first if "prefix" in words else bound.rest
-        return bound.kernel(getattr(kernels, case.kernel), case.aligned)
+        return merging.kernel(bound.dim_v, bound.out_dtype, case.aligned) if case.kernel == "merge" else bound.kernel(case.aligned)
 
 
 def _ints(*shape: int) -> Tensor:

@@ -60,6 +60,23 @@ def rounds_wide_outputs(case: DecodeCase) -> None:
     assert not torch.equal(wide, plain.float())
 
 
+def merges(shape: tuple[int, ...], apart: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    """O and LSE from parts (parts, ..., rows, heads, dim), which are so many elements apart, as in fp64; rows that some or all parts do not see."""
+    draw = torch.Generator().manual_seed(2)
+    parts, *rest = torch.randn(shape, generator=draw), torch.randn(shape[:-1], generator=draw) * 9
+    memory = torch.full((shape[0], parts[0].numel() + apart), math.nan)
+    memory[:, : parts[0].numel()] = parts.flatten(1)
+    lses = rest[0].masked_fill(torch.rand(shape[:-1], generator=draw) < 0.3, -math.inf)
+    outputs = memory.to(device)[:, : parts[0].numel()].view(shape)
+    outputs[lses == -math.inf] = math.nan  # nothing is written there
+    o, lse = Triton().merge(outputs, lses.to(device), dtype)
+    want, want_lse = tw.merge([x.double() for x in parts], [x.double().transpose(-1, -2) for x in lses])
+    assert o.dtype == dtype and (want_lse == -math.inf).any()
+    torch.testing.assert_close(lse.cpu().double(), want_lse, rtol=1e-6, atol=1e-6)
+    close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(o.cpu().double(), want, **close)
+
+
 def rounds_wide_keys(dtype: torch.dtype) -> None:
     """dK and dV in fp32 round to what is given without; where NaN had to be kept from others, whose sums are then more exact, to its neighbour."""
     draw = torch.Generator().manual_seed(1)

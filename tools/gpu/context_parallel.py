@@ -6,8 +6,9 @@ torchrun --nproc-per-node 2 tools/gpu/context_parallel.py --device cpu      a re
 First, bit by bit: O, LSE and dQ of each rank beside those of one device, which computes the whole sequence; dK and dV within rounding of the same.
 Then times, a line of JSON each: a forward pass and a backward pass, and alone what they consist of (gather, kernel, return), of the slowest rank
 the median; TFLOP/s of a GPU count visible pairs. kernel_of_mask is the same by the kernels that causal masks and windows have of their own. Schemes:
-tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results. Before all that, decoding from shares of a
-cache beside a whole one.
+tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results; and torch's own context_parallel, a ring over
+its flash attention or cuDNN's, for keys repeated for every query head. Before all that, decoding from shares of a cache beside a whole one, each
+launched by the host and as a CUDA graph.
 Exits with 1 where bits differ.
 """
 
@@ -25,7 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
 from tilewise import api, distributed
@@ -36,7 +41,9 @@ from tilewise.runtime import operator
 from tilewise.testing.packs import pack
 
 MASKS = ("full", "causal", "documents", "window")
-SCHEMES = ("tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "one")
+OURS = ("tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring")
+TORCH = {"torch:flash": SDPBackend.FLASH_ATTENTION, "torch:cudnn": SDPBackend.CUDNN_ATTENTION}
+SCHEMES = (*OURS, "one", *TORCH)
 STAGES = 2  # parts of the key heads, of which the next is fetched while one is computed
 BUDGET_S = 1.5  # of a measurement, about
 AT_ONCE = context.Options(None, 0.0, (0.0, None, 0), False, None, stages=1, parts=1)
@@ -240,6 +247,42 @@ def measure(
         yield row | {"direction": direction, "seconds": seconds, "tflops_per_gpu": flops * pairs * dim / seconds / world / 1e12} | alone
 
 
+def by_torch(
+    name: str, mask_name: str, n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict]:
+    """As `measure`, of torch's context_parallel around its SDPA; only the two masks that it has."""
+    if mask_name not in ("full", "causal"):
+        return
+    whole = tensors(n, heads, dim, device, dtype)
+    q, k, v, d_o = ours = [x.transpose(1, 2).repeat_interleave(heads[0] // x.shape[2], 1).contiguous() for x in whole]
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    with sdpa_kernel(TORCH[name]), context_parallel(mesh, buffers=ours, buffer_seq_dims=[2] * 4):
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        o = F.scaled_dot_product_attention(*inputs, is_causal=mask_name == "causal")
+        taken = {
+            "forward": timed(lambda: F.scaled_dot_product_attention(*inputs, is_causal=mask_name == "causal"), device),
+            "backward": timed(lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True), device),
+        }
+    pairs, world = mask_of(mask_name, n).pairs(n, n, 1, heads[0]), dist.get_world_size()
+    row = {"scheme": name, "mask": mask_name, "seqlen": n, "heads": heads, "head_dim": dim, "dtype": str(dtype)[6:], "world": world}
+    for direction, flops in (("forward", 4), ("backward", 10)):
+        rate = flops * pairs * dim / taken[direction] / world / 1e12
+        yield row | {"direction": direction, "seconds": taken[direction], "tflops_per_gpu": rate}
+
+
+def replayed(run: Callable[[], Any]) -> Callable[[], Any]:
+    """The same launches as a CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def decode(n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict]:
     """One new token of one sequence of n, whose cache is on one device, or shared out in turns of a token or of 64."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -247,7 +290,10 @@ def decode(n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype
     q, lengths = q[:, :1].contiguous(), torch.full((1,), n, dtype=torch.int32, device=device)
     want = tw.decode(q, k, v, cache_seqlens=lengths)
     row = {"decode": n, "heads": heads, "head_dim": dim, "dtype": str(dtype)[6:], "world": world}
-    row["one_s"] = timed(lambda: tw.decode(q, k, v, cache_seqlens=lengths), device)
+    one, on_gpu = partial(tw.decode, q, k, v, cache_seqlens=lengths), device.type == "cuda"
+    row["one_s"] = timed(one, device)
+    if on_gpu:
+        row["one_graph_s"] = timed(replayed(one), device)
     positions = torch.arange(n, device=device)
     for turn in (1, 64):
         mine = positions[positions // turn % world == rank]
@@ -256,6 +302,8 @@ def decode(n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype
         error = slowest((call().double() - want.double()).abs().max().item() / want.double().abs().max().item(), device)
         alone = partial(tw.decode, q, *share, cache_seqlens=lengths, cp_rank=rank, cp_world=world, cp_interleave=turn, return_lse=True)
         times = {"seconds": timed(call, device), "kernel_s": timed(alone, device)}
+        if on_gpu:
+            times |= {"graph_s": timed(replayed(call), device), "kernel_graph_s": timed(replayed(alone), device)}
         yield row | {"interleave": turn, "error": error, "right": error <= 4 * torch.finfo(dtype).eps} | times
 
 
@@ -354,7 +402,7 @@ def main() -> int:
         for pair in heads:
             for row in decode(n, pair, dim, device, dtype):
                 keep(row)
-    for name in SCHEMES[:-1]:
+    for name in OURS:
         for row in check(name, 8192 if on_gpu else 768, (16, 8), dim, device, dtype):
             keep(row)
     if not options.check_only:
@@ -363,9 +411,9 @@ def main() -> int:
                 for mask_name in options.masks.split(","):
                     for name in options.schemes.split(","):
                         try:
-                            for row in measure(name, mask_name, n, pair, dim, device, dtype):
+                            for row in (by_torch if name in TORCH else measure)(name, mask_name, n, pair, dim, device, dtype):
                                 keep(row)
-                        except (torch.OutOfMemoryError, tw.UnsupportedError) as error:
+                        except (torch.OutOfMemoryError, tw.UnsupportedError, NotImplementedError, RuntimeError) as error:
                             keep({"scheme": name, "mask": mask_name, "seqlen": n, "heads": pair, "reason": str(error).splitlines()[0]})
                         if on_gpu:
                             torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tilewise.masks import Mask
@@ -127,6 +128,12 @@ class Backend(Protocol):
         """
         bound = self.bind_decode(call)
         return None if bound is None else bound(call.tensors, call.seqlens)
+
+    def merge(self, outputs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """O (..., rows, heads, dim) in dtype and LSE (..., heads, rows), from parts over disjoint sets of keys, (parts, ..., rows, heads, dim) and
+        (parts, ..., rows, heads), parts of which may be apart and have no gradient; None where there is nothing for them.
+        """
+        return None
 
     def check_decode(self, call: DecodeCall) -> None:
         """Raise what `decode` would for where the caches lie. It is asked before new tokens are written, of which nothing is left then."""

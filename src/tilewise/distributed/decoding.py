@@ -15,6 +15,9 @@ from tilewise.masks import Mask
 from tilewise.masks.arguments import check_count
 from tilewise.merge import weights
 from tilewise.problem import Share
+from tilewise.runtime import dispatch
+
+MULTIPLE = 16  # of elements, that a rank's part is, so that every other's begins where loads are wide
 
 
 def held(tokens: Tensor, rank: int, world: int, interleave: int) -> Tensor:
@@ -109,10 +112,9 @@ def decode(
         RuntimeError: another rank has ended.
     """
     check_flag("return_lse", return_lse)
-    place, out = place_of(mesh), None
-    merges = place.world > 1 and place.group is not None
-    if merges and isinstance(q, Tensor) and q.dtype.itemsize == 2 and isinstance(v_cache, Tensor):
-        out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]), dtype=torch.float32)
+    place, mine, out = place_of(mesh), None, None
+    if place.world > 1 and place.group is not None and isinstance(q, Tensor) and isinstance(v_cache, Tensor) and v_cache.dim():
+        mine, out = _part(q, v_cache.shape[-1])
     o, lse = decode_here(
         q,
         k_cache,
@@ -144,24 +146,30 @@ def decode(
         cp_interleave=check_count("interleave", interleave, 1),
         return_lse=True,
     )
-    if merges:
-        o, lse = _merged(o, lse, place.world, place.group)
-        o = o.to(q.dtype)
+    if mine is not None:
+        o, lse = _merged(mine, lse, o.shape, q.dtype, place.world, place.group)
     return (o, lse) if return_lse else o
 
 
-def _merged(o: Tensor, lse: Tensor, world: int, group: Group) -> tuple[Tensor, Tensor]:
-    """What the parts of all ranks give, as by `merge` in fewer launches, for which a step of decoding waits. O and LSE cross together, the LSE's
-    bits as so many more columns of O's dtype.
-    """
-    columns = lse.transpose(-1, -2)[..., None]
-    columns = columns if lse.dtype == o.dtype else columns.contiguous().view(o.dtype)
-    mine = torch.cat((o, columns), dim=-1)
-    every = mine.new_empty((world, *mine.shape))
+def _part(q: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Memory for a rank's O in at least fp32, and behind it LSE, which cross together; and of it O's."""
+    rows = q.shape[:-1].numel()
+    mine = q.new_empty(-(-rows * (dim + 1) // MULTIPLE) * MULTIPLE, dtype=torch.promote_types(q.dtype, torch.float32))
+    return mine, mine[: rows * dim].view(*q.shape[:-1], dim)
+
+
+def _merged(mine: Tensor, lse: Tensor, shape: torch.Size, dtype: torch.dtype, world: int, group: Group) -> tuple[Tensor, Tensor]:
+    """What the parts of all ranks give, as by `merge` in a few launches, for which a step of decoding waits."""
+    numbers, rows = shape.numel(), lse.transpose(-1, -2)
+    of_lse = slice(numbers, numbers + lse.numel())
+    mine[of_lse].view(rows.shape).copy_(rows)
+    every = mine.new_empty((world, len(mine)))
     with told("a merge of partial results"):
-        dist.all_gather_into_tensor(every.view(-1, *mine.shape[1:]), mine, group=group)
-    of_o, of_lse = every.split([o.shape[-1], columns.shape[-1]], dim=-1)
-    of_lse = of_lse if lse.dtype == o.dtype else of_lse.contiguous().view(lse.dtype)
-    weight, whole = weights(of_lse)  # (world, ..., 1)
-    merged = (of_o.masked_fill(weight == 0, 0.0) * weight).sum(0)
-    return merged.to(o.dtype), whole[..., 0].transpose(-1, -2)
+        dist.all_gather_into_tensor(every.view(-1), mine, group=group)
+    outputs, lses = every[:, :numbers].view(world, *shape), every[:, of_lse].view(world, *rows.shape)
+    for backend in dispatch.backends():
+        if not backend.by_name and (found := backend.merge(outputs, lses, dtype)) is not None:
+            return found
+    weight, whole = weights(lses[..., None])
+    merged = (outputs.masked_fill(weight == 0, 0.0) * weight).sum(0)
+    return merged.to(dtype), whole[..., 0].transpose(-1, -2).to(lse.dtype)

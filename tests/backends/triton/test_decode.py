@@ -63,6 +63,13 @@ def test_what_is_to_be_merged_need_not_be_rounded(lengths):
     interpreted(problems.rounds_wide_outputs, DecodeCase(lengths=lengths, queries=2, sink=True))
 
 
+@pytest.mark.parametrize(
+    "given", [((2, 3, 5, 4, 128), 16, torch.bfloat16), ((5, 70, 3, 40), 3, torch.float16), ((1, 1, 9, 2, 512), 0, torch.float32)], ids=str
+)
+def test_parts_are_put_together(given):
+    interpreted(problems.merges, *given)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_gradients_of_keys_that_are_to_be_added_to_others(dtype):
     interpreted(problems.rounds_wide_keys, dtype)

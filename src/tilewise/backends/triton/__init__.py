@@ -94,6 +94,24 @@ class Triton(Backend):
 
         return prefix.bind(call)
 
+    def merge(self, outputs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """O and LSE from fp32 parts of any number of keys, in one launch."""
+        device = outputs.device
+        if outputs.dtype != torch.float32 or dtype not in DTYPES or outputs.shape[-1] > MOST_DIM:
+            return None
+        if device.type != ("cpu" if targets.interpreted() else "cuda"):
+            return None
+        if targets.why_not(torch.cuda.get_device_capability(device) if outputs.is_cuda else None):
+            return None
+        from tilewise.backends.triton import launch, merging
+
+        o = torch.empty(outputs.shape[1:], dtype=dtype, device=device)
+        lse = torch.empty(lses.transpose(-1, -2).shape[1:], dtype=torch.float32, device=device)
+        if lse.numel():
+            with launch.on(device):
+                merging.merge(outputs.flatten(1, -2), lses.flatten(1), o, lse)
+        return o, lse
+
     def bind_append(self, call: AppendCall) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
         """What writes calls like this one."""
         from tilewise.backends.triton import append

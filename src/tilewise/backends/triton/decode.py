@@ -14,6 +14,7 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.bound import PARTS, on, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
+from tilewise.backends.triton.merging import merge
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
@@ -24,7 +25,6 @@ LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
 MOST_BYTES = 1 << 30  # of parts, with a split
 MULTIPROCESSORS = 8  # that Triton's interpreter stands for
-MERGE = configs.Config(4, 16, 4, 1)
 READ = DecodeTensors.getter(
     "q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "alibi_slopes", "sink", "k_scale", "v_scale",
     "rotary_cos", "rotary_sin",
@@ -92,7 +92,7 @@ class Decoder:
     def __init__(self, call: DecodeCall, shares: Shares | None = None, prefix: bool = False, parts: bool = False) -> None:
         self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
         self.target, self.device = of_device(call.q.device), call.q.device
-        self._launchers: dict[tuple[Callable, bool], Callable] = {}
+        self._launchers: dict[bool, Callable] = {}
         self.tapes = Tapes()
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
         self.shape = (*call.q.shape[:-1], self.dim_v)
@@ -183,8 +183,7 @@ class Decoder:
             return
         partial_o, partial_lse, there = joined or (*self.partials(self.shares.splits), 0)
         self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
-        merged, o = {**self.numbers, **whole, "partial_o": partial_o, "partial_lse": partial_lse, "splits": len(partial_o)}, whole["o"]
-        self._launcher(kernels.merge, o.data_ptr() % ALIGNED == 0 and wide(o))(-(-self.shares.rows // MERGE.tile_m), merged)
+        merge(partial_o, partial_lse, whole["o"], whole["lse"])
 
     def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
         """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""
@@ -223,26 +222,19 @@ class Decoder:
         if cos is not None and sin is not None:
             arguments |= tables(cos, sin)
         aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"]))
-        self._launcher(kernels.decode, aligned)(shares.tiles * shares.splits * shares.heads_k, arguments)
+        if aligned not in self._launchers:
+            self._launchers[aligned] = launcher(self.kernel(aligned), self.target)
+        self._launchers[aligned](shares.tiles * shares.splits * shares.heads_k, arguments)
 
     def _spread(self, scale: Tensor) -> Tensor:
         """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""
         return scale if scale.dim() == 3 else scale.expand(self.shares.batch, self.shares.heads_k)[:, None]
 
-    def _launcher(self, function: Callable, aligned: bool) -> Callable:
-        if (function, aligned) not in self._launchers:
-            self._launchers[function, aligned] = launcher(self.kernel(function, aligned), self.target)
-        return self._launchers[function, aligned]
-
-    def kernel(self, function: Callable, aligned: bool) -> Kernel:
-        """`kernels.decode` or `kernels.merge`, with its constants."""
-        constants, config = self.constants, self.shares.config
-        if function is kernels.merge:
-            whole = configs.power(self.dim_v)
-            config = MERGE
-            constants = constants | {"TILE_M": MERGE.tile_m, "V_DIM": whole, "V_COLUMNS": self.dim_v if whole != self.dim_v else 0}
-        names = set(function.arg_names)
-        return Kernel(function, tuple((name, value) for name, value in constants.items() if name in names), self.dtypes, config, aligned)
+    def kernel(self, aligned: bool) -> Kernel:
+        """`kernels.decode` with its constants."""
+        names = set(kernels.decode.arg_names)
+        constants = tuple((name, value) for name, value in self.constants.items() if name in names)
+        return Kernel(kernels.decode, constants, self.dtypes, self.shares.config, aligned)
 
 
 def strides(name: str, x: Tensor, *axes: str) -> dict[str, int]:

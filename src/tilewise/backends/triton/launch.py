@@ -39,7 +39,7 @@ POINTERS["tree"] = "*i8"
 NUMBERS = {"bias_row": "i64", "seed": "i64", "offset": "u32", "threshold": "u32"} | dict.fromkeys(
     ("scale", "factor", "softcap", "keep_scale"), "fp32"
 )
-WIDE = "_batch", "_head", "_page"  # ends of the names of strides in 64 bits; all other numbers have 32
+WIDE = "_batch", "_head", "_page", "_part"  # ends of the names of strides in 64 bits; all other numbers have 32
 
 
 @dataclass(frozen=True)

@@ -278,29 +278,30 @@ def decode(
 
 @triton.jit
 def merge(
-    o, lse, partial_o, partial_lse, o_row, lse_batch, lse_head, seqlen_q, heads, splits, rows_of_all,
+    o, lse, partial_o, partial_lse, o_row, partial_o_part, partial_lse_part, lse_batch, lse_head, seqlen_q, heads, splits, rows_of_all,
     TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of rows from their parts, in order. Grid: tiles of rows (batch, token, head), of `rows_of_all`."""
     rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     exists, dims = rows < rows_of_all, tl.arange(0, V_DIM)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    at = rows.to(tl.int64)
+    at = partial_lse + rows
     for _ in range(0, splits):
-        top = tl.maximum(top, tl.load(partial_lse + at, mask=exists, other=float("-inf")))
-        at += rows_of_all
+        top = tl.maximum(top, tl.load(at, mask=exists, other=float("-inf")))
+        at += partial_lse_part
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
-    at = rows.to(tl.int64)
+    at, row0 = partial_lse + rows, rows.to(tl.int64) * o_row
     for _ in range(0, splits):
-        part = tl.load(partial_lse + at, mask=exists, other=float("-inf"))
+        part = tl.load(at, mask=exists, other=float("-inf"))
         weight = tl.math.exp2((part - safe) * LOG2E)
         there = exists & (part != float("-inf"))
-        x = gather(partial_o, at[:, None] * o_row, dims[None, :], there[:, None], V_COLUMNS)
+        x = gather(partial_o, row0[:, None], dims[None, :], there[:, None], V_COLUMNS)
         total += weight
         acc += x * weight[:, None]
-        at += rows_of_all
+        at += partial_lse_part
+        row0 += partial_o_part
     share, natural = settled(safe, total)
     h, row = rows % heads, rows // heads
     where = (row // seqlen_q).to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head + row % seqlen_q
