@@ -17,7 +17,7 @@ from tilewise.testing.packs import pack
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "benchmarks/results/distributed", ROOT / "docs/context-parallel.md"
-SCHEMES = "tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring"
+SCHEMES = "tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "torch:flash", "torch:cudnn"
 
 
 def load() -> list[dict]:

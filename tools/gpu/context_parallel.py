@@ -6,8 +6,8 @@ torchrun --nproc-per-node 2 tools/gpu/context_parallel.py --device cpu      a re
 First, bit by bit: O, LSE and dQ of each rank beside those of one device, which computes the whole sequence; dK and dV within rounding of the same.
 Then times, a line of JSON each: a forward pass and a backward pass, and alone what they consist of (gather, kernel, return), of the slowest rank
 the median; TFLOP/s of a GPU count visible pairs. kernel_of_mask is the same by the kernels that causal masks and windows have of their own. Schemes:
-tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results; and torch's own context_parallel, a ring over
-its flash attention or cuDNN's, for keys repeated for every query head. Before all that, decoding from shares of a cache beside a whole one, each
+tilewise's plans, and on the same kernel an all-gather of all keys and a ring that merges partial results; and torch's context_parallel over
+flash attention or cuDNN's, for keys repeated for every query head. Before all that, decoding from shares of a cache beside a whole one, each
 launched by the host and as a CUDA graph.
 Exits with 1 where bits differ.
 """
@@ -44,6 +44,7 @@ MASKS = ("full", "causal", "documents", "window")
 OURS = ("tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring")
 TORCH = {"torch:flash": SDPBackend.FLASH_ATTENTION, "torch:cudnn": SDPBackend.CUDNN_ATTENTION}
 SCHEMES = (*OURS, "one", *TORCH)
+PARTS = ("decode", "check", "times")
 STAGES = 2  # parts of the key heads, of which the next is fetched while one is computed
 BUDGET_S = 1.5  # of a measurement, about
 AT_ONCE = context.Options(None, 0.0, (0.0, None, 0), False, None, stages=1, parts=1)
@@ -301,9 +302,13 @@ def decode(n: int, heads: tuple[int, int], dim: int, device: torch.device, dtype
         call = partial(distributed.decode, q, *share, dist.group.WORLD, cache_seqlens=lengths, interleave=turn)
         error = slowest((call().double() - want.double()).abs().max().item() / want.double().abs().max().item(), device)
         alone = partial(tw.decode, q, *share, cache_seqlens=lengths, cp_rank=rank, cp_world=world, cp_interleave=turn, return_lse=True)
-        times = {"seconds": timed(call, device), "kernel_s": timed(alone, device)}
+        part = torch.zeros(heads[0] * (dim + 1), device=device)
+        gather = partial(dist.all_gather_into_tensor, part.new_empty(world * len(part)), part)
+        times = {"seconds": timed(call, device), "kernel_s": timed(alone, device), "all_gather_s": timed(gather, device)}
         if on_gpu:
-            times |= {"graph_s": timed(replayed(call), device), "kernel_graph_s": timed(replayed(alone), device)}
+            times |= {
+                f"{what}graph_s": timed(replayed(run), device) for what, run in (("", call), ("kernel_", alone), ("all_gather_", gather))
+            }
         yield row | {"interleave": turn, "error": error, "right": error <= 4 * torch.finfo(dtype).eps} | times
 
 
@@ -370,7 +375,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--heads", default="64:8,32:8", help="query and key heads, by commas")
     parser.add_argument("--masks", default=",".join(MASKS))
     parser.add_argument("--schemes", default=",".join(SCHEMES))
-    parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what is run, by commas")
     return parser.parse_args()
 
 
@@ -398,14 +403,15 @@ def main() -> int:
                 with open(options.out, "a") as file:
                     file.write(line + "\n")
 
-    for n in (8192, 524288) if on_gpu else (768,):
+    wanted = options.parts.split(",")
+    for n in ((8192, 524288) if on_gpu else (768,)) * ("decode" in wanted):
         for pair in heads:
             for row in decode(n, pair, dim, device, dtype):
                 keep(row)
-    for name in OURS:
+    for name in OURS * ("check" in wanted):
         for row in check(name, 8192 if on_gpu else 768, (16, 8), dim, device, dtype):
             keep(row)
-    if not options.check_only:
+    if "times" in wanted:
         for pair in heads:
             for n in seqlens:
                 for mask_name in options.masks.split(","):

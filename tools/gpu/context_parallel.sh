@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Attention over several GPUs of one machine: bits beside one GPU's, and times of each scheme (tools/gpu/context_parallel.py has what is compared).
 #
-#   tools/gpu/context_parallel.sh                 all GPUs; --gpus 2: the first two; what follows goes to the script (--check-only, --seqlens, --masks, ...)
+#   tools/gpu/context_parallel.sh                 all GPUs; --gpus 2: the first two; what follows goes to the script (--parts check, --seqlens, --masks, ...)
 #   tools/gpu/context_parallel.sh --gpus 4 --device cpu     a rehearsal on the CPU
 #
 # Environment: PYTHON (python3), OUT (the file of rows; context-parallel.jsonl).
