@@ -101,7 +101,8 @@ DENSE = [
     ({"alibi_slopes": torch.ones(3, 4)}, ShapeError, r"alibi_slopes has batch 3, but q has batch 2"),
     ({"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError, r"alibi_slopes requires grad, but .* pass alibi_slopes\.detach\(\)"),
     ({"sink": torch.ones(2)}, ShapeError, r"sink has heads_q 2, but q has heads_q 4"),
-    ({"sink": torch.ones(4, 1)}, ShapeError, r"sink must have 1 dimensions \(heads_q\)"),
+    ({"sink": torch.ones(4, 1, 1)}, ShapeError, r"sink must have 1 dimensions \(heads_q\)"),
+    ({"sink": torch.ones(4, 1)}, ShapeError, r"sink has heads_q 1, but q has heads_q 4"),
     ({"sink": torch.ones(4, dtype=torch.int64)}, ShapeError, r"sink must be float32 .* got int64"),
 ]
 PACKED = [

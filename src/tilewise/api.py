@@ -16,7 +16,7 @@ from tilewise.backends.eight_bits import RECIPES, TILE
 from tilewise.errors import ShapeError
 from tilewise.keywords import AttentionOptions
 from tilewise.masks import Causal, Full, Mask, Part, PerHead
-from tilewise.problem import Extras
+from tilewise.problem import Extras, one_sink
 from tilewise.runtime import call_cache, op, operator
 from tilewise.runtime.call_cache import Options
 from tilewise.runtime.explain import Explanation, describe
@@ -106,7 +106,8 @@ def attention(
             seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022), by the call's lengths
             whatever the mask (`attention_varlen` counts within each document). No gradient.
-        sink: (heads_q,), one more logit in each row's denominator, with no value; differentiable. The LSE includes it.
+        sink: (heads_q,), one more logit in each row's denominator, with no value, or (tokens, heads_q), so many; differentiable. The LSE includes
+            them.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
         dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator
             (inside torch.compile from the compiled program's, which differs from eager).
@@ -142,6 +143,7 @@ def attention(
     """
     if unknown:
         errors.check_words("attention", unknown, attention.__kwdefaults__)
+    sink = one_sink(sink)
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(bias, alibi_slopes, sink, None, None, None, q_scale, k_scale, v_scale)
     usual = return_max_logits is False and out is None

@@ -31,7 +31,7 @@ from tilewise.errors import (
 from tilewise.keywords import DecodeOptions
 from tilewise.masks import Dense, Mask
 from tilewise.masks.arguments import check_count
-from tilewise.problem import INT32, Share
+from tilewise.problem import INT32, Share, one_sink
 from tilewise.runtime import append_operator, decode_cache, decode_operator
 from tilewise.runtime.operator import traced
 from tilewise.runtime.plain import needs_dispatch
@@ -148,7 +148,7 @@ def decode(
     """
     if unknown:
         check_words("decode", unknown, decode.__kwdefaults__)
-    share, others_sink = None, None
+    share, sink, others_sink = None, one_sink(sink), None
     if cp_world != 1 or cp_rank != 0 or cp_interleave != 1:
         share = share_of(cp_rank, cp_world, cp_interleave)
         sink, others_sink = (sink, None) if cp_rank == 0 else (None, sink)

@@ -381,6 +381,13 @@ def _scaled(scale: Tensor | None, tokens: int) -> str:
     return "head" if scale.dim() == 2 else "token" if scale.shape[2] == tokens else "tile"
 
 
+def one_sink(sink: Tensor | None) -> Tensor | None:
+    """Sinks (tokens, heads_q) as one a head, which counts for as much as all of them; anything else as it is."""
+    if not isinstance(sink, Tensor) or sink.is_nested or sink.dim() != 2 or not sink.is_floating_point() or sink.itemsize < 2:
+        return sink
+    return sink.to(torch.promote_types(sink.dtype, torch.float32)).logsumexp(0)
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -11,7 +11,7 @@ from tilewise.decoding import OF_CACHES, decode, share_of
 from tilewise.errors import ShapeError, UnsupportedError, check_words
 from tilewise.keywords import VarlenOptions
 from tilewise.masks import Full, Mask
-from tilewise.problem import Extras
+from tilewise.problem import Extras, one_sink
 from tilewise.runtime import call_cache, operator
 from tilewise.runtime.call_cache import Options
 
@@ -153,6 +153,7 @@ def attention_varlen(
     """
     if unknown:
         check_words("attention_varlen", unknown, attention_varlen.__kwdefaults__)
+    sink = one_sink(sink)
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale)
     usual = cu_seqlens_q is not None and bias is seqused_k is page_table is out is None and return_max_logits is batch_invariant is False

@@ -49,7 +49,7 @@ def qkv(batch: int = 2, seqlen_q: int = 5, seqlen_k: int = 7) -> dict[str, Tenso
 def _with_everything() -> dict[str, Tensor]:
     shown = normal(5, 7, seed=2) > 0
     shown[:, 0] = True
-    more = {"bias": normal(1, 4, 5, 7, seed=3), "slopes": normal(4, seed=4).abs(), "sink": normal(4, seed=5), "shown": shown}
+    more = {"bias": normal(1, 4, 5, 7, seed=3), "slopes": normal(4, seed=4).abs(), "sink": normal(3, 4, seed=5), "shown": shown}
     return qkv() | more
 
 

@@ -20,6 +20,7 @@ from tilewise.errors import ShapeError, UnsupportedError
 from tilewise.keywords import ShardedOptions
 from tilewise.masks.arguments import check_count
 from tilewise.merge import merge
+from tilewise.problem import one_sink
 from tilewise.runtime import operator
 
 
@@ -83,7 +84,7 @@ def attention(
             queries and all keys. Where it has one row for all queries, or is a parameter, its gradient is of this rank's queries, to be added up
             over the ranks as those of other parameters. With layout="ulysses" it has 1 for the queries.
         alibi_slopes: (heads_q,) or (batch, heads_q), by positions in the whole sequence.
-        sink: (heads_q,); its gradient is of this rank's rows (and heads), to be added up over the ranks.
+        sink: (heads_q,) or (tokens, heads_q); its gradient is of this rank's rows (and heads), to be added up over the ranks.
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
         stages: heads are computed in so many parts, which divide the key heads of a rank, while the keys of the next part are fetched. The memory of
             the fetched keys is as many times smaller; the bits are the same.
@@ -108,6 +109,7 @@ def attention(
         like = placed = None
     errors.check_local({"bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}, "distributed.attention")
     q, k, v, bias = api.autocast(q, k, v, bias)
+    sink = one_sink(sink)
     errors.check_flag("return_lse", return_lse)
     _check(q, k, v, plan)
     if dropout_p and dropout_seed is None:

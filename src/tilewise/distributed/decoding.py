@@ -99,7 +99,7 @@ def decode(
         cache_seqlens: (batch,) int32 or int64, or one int for all: tokens of the whole sequences. Nothing is read on the host.
         interleave: tokens in a row on one rank; the capacity of a rank's cache for shares that are not interleaved.
         k, v: new tokens, the same on all ranks, of which each rank writes those that it holds.
-        sink: (heads_q,), counted once.
+        sink: (heads_q,) or (tokens, heads_q), counted once.
 
     The other arguments are those of `tilewise.decode`, the same on all ranks; they speak of positions in whole sequences.
 
