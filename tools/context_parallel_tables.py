@@ -56,11 +56,13 @@ def decode(rows: list[dict]) -> list[str]:
     body = [
         [
             f"{row['decode'] >> 10}k tokens, {row['heads'][0]}:{row['heads'][1]} heads, turns of {row['interleave']}",
-            *(f"{row[name] * 1e6:,.0f}" for name in ("one_s", "kernel_s", "seconds")),
+            *(f"{row[name] * 1e6:,.0f}" for name in ("one_s", "kernel_s", "seconds", "one_graph_s", "kernel_graph_s", "graph_s")),
+            f"{row['one_graph_s'] / row['graph_s']:.2f}",
         ]
         for row in found
     ]
-    return [*markdown(["us", "one GPU", "a rank's own part", "merged"], body), "", stamp(found)]
+    names = "one GPU", "a rank's own part", "merged"
+    return [*markdown(["us", *names, *(f"{name}, as a CUDA graph" for name in names), "times one GPU's rate"], body), "", stamp(found)]
 
 
 class Constants(NamedTuple):

@@ -34,6 +34,12 @@ def pytest_runtest_protocol(item):
         faulthandler.cancel_dump_traceback_later()
 
 
+def pytest_runtest_logreport(report):
+    """Say at once why a test failed: a time limit may end the run before the summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}:\n{report.longreprtext[-4000:]}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def _leave_memory():
     yield

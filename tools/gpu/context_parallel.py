@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental import _attention, context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise as tw
@@ -257,6 +257,7 @@ def by_torch(
     whole = tensors(n, heads, dim, device, dtype)
     q, k, v, d_o = ours = [x.transpose(1, 2).repeat_interleave(heads[0] // x.shape[2], 1).contiguous() for x in whole]
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    _attention._cp_options.enable_load_balance = mask_name == "causal"  # it refuses to balance anything else
     with sdpa_kernel(TORCH[name]), context_parallel(mesh, buffers=ours, buffer_seq_dims=[2] * 4):
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         o = F.scaled_dot_product_attention(*inputs, is_causal=mask_name == "causal")
