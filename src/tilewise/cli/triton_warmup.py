@@ -10,7 +10,8 @@ from tilewise.backends import triton
 from tilewise.backends.hopper import warmup as of_hopper
 from tilewise.backends.triton import bound, targets
 from tilewise.backends.triton import warmup as warming
-from tilewise.bench.sets import workloads_from
+from tilewise.backends.triton.config import decodes
+from tilewise.bench.sets import Workload, workloads_from
 from tilewise.cli.codes import FAILED, OK
 from tilewise.cli.kernels import ways
 from tilewise.display.progress import progress
@@ -55,7 +56,12 @@ def _target(arch: str | None) -> targets.Target:
 def _cells(options: Namespace) -> list[warming.Cell]:
     defaults = {"head_dim": "64,128", "dtype": "bf16,fp16", "mask": "full", "seqlen": "1"}
     asked = workloads_from({name: getattr(options, name, None) or text for name, text in defaults.items()} | {"heads": "1"})
-    if wrong := [each for each in asked if each.dtype not in triton.DTYPES or max(each.head_dim, each.head_dim_v) > triton.MOST_DIM]:
+
+    def known(each: Workload) -> bool:
+        dims = each.head_dim, each.head_dim_v
+        return each.dtype in triton.DTYPES and (max(dims) <= triton.MOST_DIM or decodes(each.dtype, *dims))
+
+    if wrong := [each for each in asked if not known(each)]:
         raise ValueError(f"triton has no kernel for head_dim {wrong[0].head_dim}/{wrong[0].head_dim_v} in {wrong[0].dtype}")
     groups = [int(text) if text.isdecimal() else 0 for text in (options.groups or GROUPS).split(",")]
     if 0 in groups:

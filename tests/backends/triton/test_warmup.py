@@ -7,10 +7,12 @@ pytest.importorskip("triton")
 
 from dataclasses import replace
 
+import tilewise as tw
 from tilewise.backends.eight_bits import RECIPES
-from tilewise.backends.triton import Triton, bound, targets, warmup
+from tilewise.backends.triton import Triton, append, bound, decode, merging, targets, warmup
 from tilewise.cli import grammar
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow
+from tilewise.problem import AppendCall
 from tilewise.testing.cases import Case, make, upstream
 
 SIZES = {"batch": 2, "seqlen_q": 45, "seqlen_k": 70, "heads_q": 4, "heads_k": 2}
@@ -46,7 +48,35 @@ def test_calls_launch_what_was_compiled(case, grad, launched):
     cell = warmup.Cell(*dims, call.q.dtype, bound.kind_of(case.mask), extras, grad, group=call.group)
     ready = warmup.kernels(cell, targets.of_device(torch.device("cpu")))
     assert launched and not set(launched) - set(ready)
-    assert grad or {kernel.name for kernel in ready} <= {kernel.name for kernel in launched}
+    names = {kernel.name for kernel in warmup.of_attention(cell, targets.of_device(torch.device("cpu")))}
+    assert grad or names <= {kernel.name for kernel in launched}
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("page", [None, 16, 64, 256])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 40), (576, 512)], ids=str)
+def test_decode_launches_what_was_compiled(dims, page, queries, monkeypatch):
+    if targets.interpreted():
+        pytest.skip("in the interpreter nothing is compiled")
+    found, dtype = [], torch.bfloat16
+    for module in (append, decode, merging):
+        monkeypatch.setattr(module, "launcher", lambda kernel, target: found.append(kernel) or (lambda programs, arguments: None))
+    monkeypatch.setattr(Triton, "why_not", lambda self, problem: [])
+    lengths = torch.tensor([300, 9], dtype=torch.int32)
+    for capacity, scores in ((256, {}), (4096, {"softcap": 2.0, "sink": torch.zeros(16)})):
+        shape = (2, capacity) if page is None else (2 * capacity // page, page)
+        table = None if page is None else torch.arange(shape[0], dtype=torch.int32).view(2, -1)
+        caches = [torch.zeros(*shape, 8, dim, dtype=dtype) for dim in dims]
+        k, v = (torch.zeros(2, queries, 8, dim, dtype=dtype) for dim in dims)
+        q = torch.zeros(2, queries, 16, dims[0], dtype=dtype)
+        tw.decode(q, *caches, cache_seqlens=lengths.clamp(max=100), page_table=table, backend="triton", **scores)
+        absent = dict.fromkeys(("cache_batch_idx", "cu_seqlens", "rotary_cos", "rotary_sin", "rotary_first"))
+        new = {"k_cache": caches[0], "v_cache": caches[1], "k": k, "v": v, "cache_seqlens": lengths, "page_table": table}
+        Triton().append(AppendCall(**new, **absent, interleaved=False))
+        cell = warmup.Cell(*dims, dtype, "band", tuple(scores), group=2)
+        assert found and not set(found) - set(warmup.kernels(cell, targets.of_device(torch.device("cpu"))))
+        assert {kernel.name for kernel in found} >= {"decode", "append"}
+        found.clear()
 
 
 @pytest.mark.parametrize("precision", RECIPES)

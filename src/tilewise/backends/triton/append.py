@@ -11,7 +11,7 @@ from tilewise.backends.triton.decode import DTYPES, in_rows, ranks, strides, tab
 from tilewise.backends.triton.kernels import append as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.tape import ALIGNED, Tapes
-from tilewise.backends.triton.targets import interpreted, of_device
+from tilewise.backends.triton.targets import Target, interpreted, of_device
 from tilewise.errors import EIGHT_BITS
 from tilewise.problem import AppendCall
 
@@ -40,12 +40,12 @@ def bind(call: AppendCall) -> "Appender | None":
 
 
 class Appender:
-    """Calls as `Backend.bind_append` has them, on whichever stream is current."""
+    """Calls as `Backend.bind_append` has them, on whichever stream is current. target: a GPU other than the call's."""
 
-    def __init__(self, call: AppendCall) -> None:
+    def __init__(self, call: AppendCall, target: Target | None = None) -> None:
         self._launchers: dict[bool, Callable] = {}
         self.tapes = Tapes()
-        self.packed, self.device, self.target = call.cu_seqlens is not None, call.k.device, of_device(call.k.device)
+        self.packed, self.device, self.target = call.cu_seqlens is not None, call.k.device, target or of_device(call.k.device)
         self.bits, (*tokens, heads, dim), dim_v = call.k.dtype in EIGHT_BITS, call.k.shape, call.v.shape[-1]
         batch, whole = call.cache_seqlens.shape[0], [configs.power(each) for each in (dim, dim_v)]
         at_once = min(1 << (heads - 1).bit_length(), max(ELEMENTS // max(whole), 1))

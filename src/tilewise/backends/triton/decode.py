@@ -16,7 +16,7 @@ from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.merging import merge
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
-from tilewise.backends.triton.targets import interpreted, of_device
+from tilewise.backends.triton.targets import Target, interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 
@@ -53,18 +53,20 @@ def why_not(call: DecodeCall) -> list[str]:
 
 
 class Shares:
-    """How a call's rows and keys are shared out: found without looking at any length. most: keys, where fewer than the cache has room for count."""
+    """How a call's rows and keys are shared out: found without looking at any length. most: keys, where fewer than the cache has room for count;
+    target: a GPU other than the call's.
+    """
 
-    def __init__(self, call: DecodeCall, most: int | None = None) -> None:
+    def __init__(self, call: DecodeCall, most: int | None = None, target: Target | None = None) -> None:
         q, self.batch, self.heads_k = call.q, call.seqlens.shape[0], call.k_cache.shape[2]
-        target, self.ragged = of_device(q.device), call.cu_seqlens_q is not None
+        self.target, self.ragged = target or of_device(q.device), call.cu_seqlens_q is not None
         self.heads, self.seqlen_q = q.shape[-2], q.shape[0 if self.ragged else 1]
         self.group = max(self.heads // max(self.heads_k, 1), 1)
         pages = 1 if call.page_table is None else call.page_table.shape[1]
         self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
-        config = configs.config_of_decode(target, rows, q.dtype, cached, *dims)
+        config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims)
         self.config = config._replace(fused=call.rotary is None)  # torch rotates with products and sums rounded one by one
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
@@ -91,7 +93,7 @@ class Decoder:
 
     def __init__(self, call: DecodeCall, shares: Shares | None = None, prefix: bool = False, parts: bool = False) -> None:
         self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
-        self.target, self.device = of_device(call.q.device), call.q.device
+        self.target, self.device = self.shares.target, call.q.device
         self._launchers: dict[bool, Callable] = {}
         self.tapes = Tapes()
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype

@@ -1,5 +1,6 @@
 """Kernels compiled ahead of time into Triton's cache, for a GPU that need not be here: `tilewise warmup --backend triton`."""
 
+import itertools
 import multiprocessing
 import os
 import time
@@ -9,15 +10,29 @@ from typing import NamedTuple
 
 import torch
 
+from tilewise.backends.triton import merging
+from tilewise.backends.triton.append import Appender
 from tilewise.backends.triton.bound import SMALL, Bound, finding
+from tilewise.backends.triton.config import MOST_DIM, decodes
+from tilewise.backends.triton.decode import Decoder, Shares
 from tilewise.backends.triton.eight_bits import Quantiser
 from tilewise.backends.triton.kernels import backward
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.launch import Kernel, compiled
 from tilewise.backends.triton.targets import Target
-from tilewise.masks import Full
-from tilewise.problem import Call, Dropout
+from tilewise.masks import Causal, Full
+from tilewise.problem import AppendCall, Call, DecodeCall, Dropout
 
+HEADS_K = 8  # of a cache to which `append` writes; the other kernels are for any number
+PAGES = None, 16, 256  # tokens: the cache is one piece, a tile's keys are of several pages, or of one
+QUERIES = 1, 2, 16  # of a sequence: one, a few, and a prompt in pieces
+CAPACITIES = 256, 1 << 14  # tokens, of which several programs share the second
+ABSENT = dict.fromkeys(("cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split")) | {
+    "shared_prefix": 0,
+    "mask": Causal(),
+    "scale": 1.0,
+}
+AS_IT_IS = dict.fromkeys(("cache_batch_idx", "cu_seqlens", "rotary_cos", "rotary_sin", "rotary_first")) | {"interleaved": False}
 EXTRAS = "softcap", "bias", "alibi", "sink", "dropout"  # what changes scores and probabilities; a bias and a sink are of the call's dtype
 BIASES = (False, True, True), (True, True, True)  # whether it differs by batch entry, head and query
 
@@ -44,7 +59,13 @@ class Outcome(NamedTuple):
 
 
 def kernels(cell: Cell, target: Target) -> list[Kernel]:
-    """Those that calls of that kind launch there, for tensors that lie at multiples of 16 bytes."""
+    """Those that calls of that kind, and of decode, launch there, for tensors that lie at multiples of 16 bytes."""
+    return of_attention(cell, target) + of_decode(cell, target)
+
+
+def of_attention(cell: Cell, target: Target) -> list[Kernel]:
+    if max(cell.head_dim, cell.head_dim_v) > 2 * MOST_DIM:
+        return []
     bound = _bound(cell, target)
     found = [kernel for purpose in ("forward", "dkdv", "dq")[: 3 if cell.grad else 1] for kernel in bound.kernels(purpose, cell.mask)]
     if isinstance(bound.quantiser, Quantiser):
@@ -61,6 +82,35 @@ def kernels(cell: Cell, target: Target) -> list[Kernel]:
             by = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
             found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq"), cell.mask, True, by))
     return found
+
+
+def of_decode(cell: Cell, target: Target) -> list[Kernel]:
+    """Of decode and append: contiguous caches and pages in the cell's dtype, one new token of a sequence or several, index tensors of int32. None
+    where decode does not cover the kind.
+    """
+    dtype, heads, dims = cell.dtype, cell.group, (cell.head_dim, cell.head_dim_v)
+    if cell.mask != "band" or cell.precision is not None or {"bias", "dropout"} & set(cell.extras) or not decodes(dtype, *dims):
+        return []
+
+    def anywhere(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(1, dtype=dtype, device="cpu").expand(shape)
+
+    changes: dict = {"softcap": 1.0, "alibi_slopes": anywhere(1, heads, dtype=torch.float32), "sink": anywhere(heads, dtype=torch.float32)}
+    changes = {name: x for name, x in changes.items() if name.removesuffix("_slopes") in cell.extras}
+    lengths, found = anywhere(1, dtype=torch.int32), []
+    for page, capacity in itertools.product(PAGES, CAPACITIES):
+        places = (1, capacity) if page is None else (capacity // page, page)
+        table = None if page is None else anywhere(1, places[0], dtype=torch.int32)
+        for queries in QUERIES:
+            k_cache, v_cache = (anywhere(*places, 1, dim) for dim in dims)
+            given = {"q": anywhere(1, queries, heads, dims[0]), "k_cache": k_cache, "v_cache": v_cache, "page_table": table}
+            call = DecodeCall(seqlens=lengths, max_seqlen_q=queries, **given, **ABSENT, **changes)
+            decoder = Decoder(call, Shares(call, target=target))
+            found += [decoder.kernel(True), *([merging.kernel(dims[1], dtype, True)] if decoder.shares.splits > 1 else [])]
+        k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (1, 1)) for dim in dims)
+        new = AppendCall(k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, **AS_IT_IS)
+        found.append(Appender(new, target).kernel(True))
+    return list(dict.fromkeys(found))
 
 
 def warm(cells: Iterable[Cell], target: Target, processes: int | None = None) -> Iterator[Outcome]:
