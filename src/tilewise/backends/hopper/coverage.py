@@ -70,8 +70,8 @@ def kernels(call: Call) -> list[jit.Kernel]:
     """Every kernel that the call launches."""
     call = launched(call)
     if call.problem.eight_bits:
-        gradients = replace(call, precision=None)
-        return [*eight_bits.kernels(call), *(backward.kernels(gradients) if call.grad else [])]
+        of_gradients = kernels(replace(call, precision=None)) if call.grad and call.precision else []  # which are those of 16 bits
+        return [*eight_bits.kernels(call), *of_gradients]
     return [*forward.kernels(call), *(backward.kernels(call) if call.grad else [])]
 
 
