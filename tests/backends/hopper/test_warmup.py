@@ -159,7 +159,9 @@ def test_kernels_in_eight_bits():
         ("all", 1, False), ("all", 2, False), ("causal", 1, False), ("causal", 1, True), ("interval", 1, False),
     }  # fmt: skip
     of_gradients = warmup.of_problem(replace(problem, grad=True))
-    assert {"backward", "forward"} <= {warmup.describe(kernel)[0] for kernel in of_gradients}  # which begin with the forward pass in 16 bits
+    assert {"backward", "forward"} <= {
+        warmup.describe(kernel)[0] for kernel in of_gradients
+    }  # which begin with the forward pass in 16 bits
     assert set(warmup.of_problem(replace(problem, precision=None, grad=True))) < set(of_gradients)
     found = warmup.of_problem(replace(problem, head_dim=256, head_dim_v=256))
     assert {kernel.config.pieces for kernel in found if hasattr(kernel.config, "sees")} == {1, 2}  # few keys and many
