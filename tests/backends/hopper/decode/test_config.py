@@ -1,5 +1,7 @@
 """How the decode kernel is cut."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,3 +37,20 @@ def test_how_much_faster_a_block_is_alone():
         ((576, 512), {}, 7),
     ):
         assert configure(BF16, *dims, None, **fields).alone == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"scales": ("head", "head")}, "scales are of caches in 8 bits"),
+        ({"raw_stages": 2}, "is loaded in stages of its own"),
+        ({"common": "even", "onto": True}, "join none"),
+        ({"onto": True, "share": True}, "hold all tokens"),
+        ({"bias": torch.bfloat16}, "are attention's"),
+        ({"box": 24}, "a part of a tile"),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_is(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replace(configure(torch.bfloat16, 128, 128, 64), **fields)

@@ -77,6 +77,23 @@ class Config(ScoreChanges):
     sink: bool = False  # it joins a unit, no piece of it; and no row_max: for logits.close
     row_max: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefixed = bool(self.common) or self.onto
+        wrong = {
+            "a cache in 8 bits is loaded in stages of its own, and no other is": (self.cached is None) != (self.raw_stages == 0),
+            "scales are of caches in 8 bits": any(self.scales) and self.cached is None,
+            "the prefix's own results join none": bool(self.common) and self.onto,
+            "a prefix is of caches that hold all tokens, and of queries that are rotated": prefixed
+            and (self.share or self.rotary is not None),
+            "latent values are the keys' first columns, in 16 bits": self.latent and (self.widens or self.consumers != 1),
+            "a bias and dropout are attention's": self.bias is not None or self.dropout,
+            "a box is a part of a tile": self.box > 1 and self.tile_n % self.box != 0,
+            "three warpgroups have no more registers than their launch gets": self.three and sum(self.registers) > LAUNCHED,
+        }
+        if found := [sentence for sentence, broken in wrong.items() if broken]:
+            raise ValueError("; ".join(found))
+
     @property
     def tile_m(self) -> int:
         """Rows of a product."""
