@@ -112,10 +112,16 @@ def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.d
 
 class Bound:
     """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py).
-    target: in place of the device's own.
+    target: in place of the device's own. begin: takes it before it compiles anything.
     """
 
-    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None, target: Target | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        chosen: Mapping[str, configs.Config] | None = None,
+        target: Target | None = None,
+        begin: Callable[["Bound"], None] = lambda _: None,
+    ) -> None:
         self.target, self.chosen = target or of_device(call.q.device), chosen or {}
         self.like = replace(
             call,
@@ -150,6 +156,7 @@ class Bound:
         }
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
+        begin(self)
         self.visible = Visible(call, self.device, self.config)
         self.back: Gradients | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
@@ -175,6 +182,11 @@ class Bound:
             "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
         }[purpose]
         return [self.kernel(function, config, mask or self.visible.kind, True, more) for function, more in both]
+
+    def preparing(self, d_lse: bool) -> Kernel:
+        """What gradients begin with; d_lse: whether one of LSE is given."""
+        sink = any(name == "sink" for name, _ in self.dtypes)
+        return self.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, "SINK": sink, **self.widths})
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False

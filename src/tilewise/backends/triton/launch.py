@@ -5,9 +5,12 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from triton.compiler import ASTSource
 from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
+from tilewise.sm90 import lock
 
 NAMES = {
     torch.float32: "fp32",
@@ -56,6 +60,10 @@ class Kernel:
     def name(self) -> str:
         return self.function.__name__
 
+    def __reduce__(self):
+        """For helpers: Triton's functions cannot be pickled."""
+        return _kernel_of, (self.function.__module__, self.name, self.constants, self.dtypes, self.config, self.aligned)
+
     def signature(self) -> tuple[dict[str, str], dict]:
         """The type of every parameter, and which of them are multiples of 16."""
         dtypes, constants = dict(self.dtypes), dict(self.constants)
@@ -73,12 +81,47 @@ class Kernel:
         return types, attributes
 
 
+def _kernel_of(module: str, name: str, *rest) -> Kernel:
+    return Kernel(getattr(import_module(module), name), *rest)
+
+
 @functools.cache
 def compiled(kernel: Kernel, target: Target):
-    """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU of the target."""
+    """Triton's compiled kernel, from its cache on disk where it is there, or will be when another process has made it; needs no GPU of the target."""
+    with nullcontext() if (place := lock_of(kernel, target)) is None else lock.held(place):
+        return build(kernel, target)
+
+
+def build(kernel: Kernel, target: Target):
+    """`compiled`, whatever other processes do."""
+    return triton.compile(_source(kernel), target=target.gpu(), options=kernel.config.options(target))
+
+
+def _source(kernel: Kernel) -> ASTSource:
     types, attributes = kernel.signature()
-    source = ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
-    return triton.compile(source, target=target.gpu(), options=kernel.config.options(target))
+    return ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
+
+
+def lock_of(kernel: Kernel, target: Target) -> Path | None:
+    """The entry whose lock (sm90/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
+    text = repr((kernel.function.__module__, kernel.name, kernel.constants, kernel.dtypes, kernel.config, kernel.aligned, target))
+    try:
+        return Path(triton.knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"
+    except (OSError, RuntimeError, TypeError, AttributeError):  # there is no home
+        return None
+
+
+def on_disk(kernel: Kernel, target: Target) -> bool:
+    """Whether Triton's cache has it, by its way of naming entries; where that is another one, nothing is found."""
+    try:
+        from triton.compiler import compiler
+
+        source, backend = _source(kernel), compiler.make_backend(target.gpu())
+        options = backend.parse_options(dict(kernel.config.options(target), **source.parse_options()))
+        key = compiler.get_cache_key(source, backend, options, env_vars=compiler.get_cache_invalidating_env_vars())
+        return bool(compiler.get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json"))
+    except Exception:  # of any kind: these are Triton's own functions, which no version promises
+        return False
 
 
 @functools.cache
