@@ -18,6 +18,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.direct import direct
 from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
 from tilewise.sm90 import lock
@@ -125,17 +126,28 @@ def on_disk(kernel: Kernel, target: Target) -> bool:
 
 
 @functools.cache
+def _loaded(kernel: Kernel, target: Target, device: int):
+    """`compiled`, once for each device: a kernel is loaded into the context of the one that is current when it is first launched."""
+    return compiled(kernel, target) if device == 0 else build(kernel, target)
+
+
+@functools.cache
 def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, object]], None]:
     """What runs the kernel with a grid of so many programs and arguments by name, on the current device and stream."""
     types, _ = kernel.signature()
     known = {name: None if kind.startswith("*") else 0 for name, kind in types.items()} | dict(kernel.constants)
-    loaded = None if interpreted() else compiled(kernel, target)
+    if not interpreted():
+        compiled(kernel, target)
 
     def run(programs: int, arguments: Mapping[str, object]) -> None:
-        start = _in_interpreter(kernel.function[(programs,)], tuple(known)) if loaded is None else loaded[(programs, 1, 1)]
         values = [arguments.get(name, value) for name, value in known.items()]
+        if interpreted():
+            found, start = None, _in_interpreter(kernel.function[(programs,)], tuple(known))
+        else:
+            found = _loaded(kernel, target, triton.runtime.driver.active.get_current_device())
+            start = found[(programs, 1, 1)]
         if (tape := recording()) is not None:
-            tape.add(start, known, values)
+            tape.add(start, known, values, found and direct(found, programs, len(values)))
         start(*values)
 
     return run
@@ -147,4 +159,7 @@ def _in_interpreter(function: Callable, names: tuple[str, ...]) -> Callable:
 
 def on(device: torch.device):
     """The device is the current one within."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+HERE = nullcontext()
