@@ -55,12 +55,13 @@ def test_what_a_call_launches_is_compiled_ahead(case, launched):  # noqa: F811
 
 
 def test_each_kind_of_call_is_begun_once(begun):
-    """The first kernel is this process's own; the others are dealt to two helpers, in the order in which they are needed."""
+    """The first kernel is this process's own, but for what launches it; two helpers share the others, in the order in which they are needed."""
     call = call_of()
     bound = Bound(call, target=TARGET, begin=lambda bound: helpers.begin(bound, call))
     helpers.begin(bound, call)
-    _, *others = dict.fromkeys(helpers.ahead(bound, call))
-    assert begun == [[(kernel, TARGET) for kernel in others[first::2]] for first in (0, 1)]
+    first, *others = dict.fromkeys(helpers.ahead(bound, call))
+    jobs = [[(kernel, TARGET, True) for kernel in others[turn::2]] for turn in (0, 1)]
+    assert begun == [[(first, TARGET, False), *jobs[0]], jobs[1]]
     helpers.begin(bound, call_of(grad=False))
     assert len(begun) == 2
     assert [pickle.loads(pickle.dumps(each)) for job in begun for each in job] == [each for job in begun for each in job]
@@ -86,10 +87,11 @@ def test_a_helper_compiles_what_this_process_then_loads(begun, monkeypatch, tmp_
     """Without torch; a job that fails costs nothing."""
     kernel = Bound(call_of(), target=TARGET).preparing(False)
     broken = replace(kernel, constants=(*kernel.constants[:-1], (kernel.constants[-1][0], "no width")))
+    other = Bound(call_of(), target=TARGET).preparing(True)
     monkeypatch.undo()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert not launch.on_disk(kernel, TARGET)
-    helpers.crew.give([(broken, TARGET), (kernel, TARGET)])
+    helpers.crew.give([(broken, TARGET, True), (other, TARGET, False), (kernel, TARGET, True)])
     (helper,) = helpers.crew.working
     end = time.monotonic() + WAIT_S
     while not helper.idle():
@@ -97,7 +99,7 @@ def test_a_helper_compiles_what_this_process_then_loads(begun, monkeypatch, tmp_
         time.sleep(0.02)
     assert "libtorch" not in Path(f"/proc/{helper.process.pid}/maps").read_text()
     helpers.crew.end()
-    assert launch.on_disk(kernel, TARGET) and not launch.on_disk(broken, TARGET)
+    assert launch.on_disk(kernel, TARGET) and not launch.on_disk(broken, TARGET) and not launch.on_disk(other, TARGET)
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda cache_hit, **_: hits.append(cache_hit))
     assert launch.compiled(kernel, TARGET).asm["ptx"] and hits == [True]
@@ -111,4 +113,4 @@ def test_without_a_folder_nobody_waits(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "build", lambda *_: "built")
     assert not launch.on_disk(kernel, TARGET)
     assert launch.compiled.__wrapped__(kernel, TARGET) == "built"
-    helpers.compile_one(kernel, TARGET)
+    helpers.compile_one(kernel, TARGET, True)

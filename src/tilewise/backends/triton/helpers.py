@@ -1,15 +1,17 @@
 """Kernels of a call compiled by helpers (machine/helpers.py) while this process compiles the first of them, into Triton's own cache on disk.
 
-There `launch.compiled` waits for one that is being made. Triton up to 3.6 has a C compiler make what launches a kernel, too: so do helpers.
+There `launch.compiled` waits for one that is being made. Triton 3.6 has a C compiler make what launches a kernel, a third to a half of a second each:
+so do helpers, ahead of the kernel, and for the first one too.
 """
 
 import contextlib
 import threading
 from collections.abc import Hashable
+from pathlib import Path
 
 from tilewise.backends.triton.bound import Bound, finding, kind_of
 from tilewise.backends.triton.eight_bits import Quantiser
-from tilewise.backends.triton.launch import Kernel, build, lock_of, on_disk
+from tilewise.backends.triton.launch import Kernel, build, lock_of, on_disk, source_of
 from tilewise.backends.triton.targets import Target, interpreted
 from tilewise.machine import helpers
 from tilewise.problem import Call
@@ -34,12 +36,12 @@ def begin(bound: Bound, call: Call) -> None:
         _seen.add(kind)
         if why_not():
             return
-        _, *others = dict.fromkeys(ahead(bound, call))  # this process begins with the first
+        first, *others = dict.fromkeys(ahead(bound, call))
         missing = [(kernel, bound.target) for kernel in others if (kernel, bound.target) not in _seen and not on_disk(kernel, bound.target)]
         _seen.update(missing)
-        for first in range(helpers.room()):
-            if job := missing[first :: helpers.room()]:
-                crew.give(job)
+        for turn in range(helpers.room()):
+            if job := missing[turn :: helpers.room()]:  # the first is compiled here
+                crew.give([(first, bound.target, False)][turn:] + [(*each, True) for each in job])
 
 
 def ahead(bound: Bound, call: Call) -> list[Kernel]:
@@ -55,20 +57,34 @@ def ahead(bound: Bound, call: Call) -> list[Kernel]:
     return found
 
 
-def compile_one(kernel: Kernel, target: Target) -> None:
-    """In a helper."""
-    if (place := lock_of(kernel, target)) is None:
-        return
-    with lock.held(place, 0.0) as ours, contextlib.suppress(Exception):  # of the compiler; whoever needs the kernel gets it
+def compile_one(kernel: Kernel, target: Target, whole: bool) -> None:
+    """In a helper: the kernel, or no more than what launches it."""
+    place = lock_of(kernel, target)
+    with contextlib.suppress(Exception):  # of compilers, which have many; whoever needs the kernel gets it
+        if target.nvidia and place is not None:
+            _make_launcher(kernel, place.with_name("tilewise-driver"))
+    with contextlib.suppress(Exception):
+        if whole and place is not None:
+            with lock.held(place, 0.0) as ours:
+                if ours:
+                    build(kernel, target)
+
+
+def _make_launcher(kernel: Kernel, of_driver: Path) -> None:
+    """Have the C compiler make what NVIDIA's launches take, of which the part that all share by one helper; the driver is not asked for anything."""
+    from triton.backends.nvidia import driver
+
+    with lock.held(of_driver, 0.0) as ours:
         if ours:
-            _make_launcher(build(kernel, target))
+            driver.CudaUtils()
+    if hasattr(driver, "make_launcher"):  # Triton up to 3.6 or so: a function of each signature
+        driver.CudaLauncher(source_of(kernel), Unknown())
 
 
-def _make_launcher(found) -> None:
-    """Have the C compiler make what launches it, where Triton's version has such; no driver is asked for anything."""
-    if found.metadata.target.backend == "cuda":
-        from triton.backends.nvidia import driver
+class Unknown:
+    """Of a kernel that is not compiled yet: what its C function does not depend on."""
 
-        driver.CudaUtils()
-        if hasattr(driver, "make_launcher"):
-            driver.CudaLauncher(found.src, found.metadata)
+    tensordesc_meta = None
+
+    def __getattr__(self, name: str) -> int:
+        return 0

@@ -95,10 +95,11 @@ def compiled(kernel: Kernel, target: Target):
 
 def build(kernel: Kernel, target: Target):
     """`compiled`, whatever other processes do."""
-    return triton.compile(_source(kernel), target=target.gpu(), options=kernel.config.options(target))
+    return triton.compile(source_of(kernel), target=target.gpu(), options=kernel.config.options(target))
 
 
-def _source(kernel: Kernel) -> ASTSource:
+def source_of(kernel: Kernel) -> ASTSource:
+    """As Triton's compiler takes it."""
     types, attributes = kernel.signature()
     return ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
 
@@ -117,7 +118,7 @@ def on_disk(kernel: Kernel, target: Target) -> bool:
     try:
         from triton.compiler import compiler
 
-        source, backend = _source(kernel), compiler.make_backend(target.gpu())
+        source, backend = source_of(kernel), compiler.make_backend(target.gpu())
         options = backend.parse_options(dict(kernel.config.options(target), **source.parse_options()))
         key = compiler.get_cache_key(source, backend, options, env_vars=compiler.get_cache_invalidating_env_vars())
         return bool(compiler.get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json"))
