@@ -43,24 +43,25 @@ class Helper:
         command = [sys.executable, "-c", PROGRAM, str(os.getpid()), compilers, ours, *map(str, sys.path)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, env=os.environ | SETTINGS | settings)
-        os.set_blocking(self.process.stdout.fileno(), False)
-        self.waiting_for = 0
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._jobs, self._done, self.waiting_for = self.process.stdin, self.process.stdout, 0
+        os.set_blocking(self._done.fileno(), False)
 
     def idle(self) -> bool:
         """Whether it has done what it was given."""
-        self.waiting_for -= len(self.process.stdout.read() or b"")
+        self.waiting_for -= len(self._done.read() or b"")
         return self.waiting_for == 0
 
     def give(self, job: bytes) -> None:
         """Raises OSError where it has ended."""
         self.waiting_for += 1
-        self.process.stdin.write(job)
-        self.process.stdin.flush()
+        self._jobs.write(job)
+        self._jobs.flush()
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in (self._jobs, self._done):
             with contextlib.suppress(OSError):  # what it was given last went nowhere
                 pipe.close()
 

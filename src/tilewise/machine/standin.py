@@ -47,7 +47,7 @@ class Anything(type):
     def __or__(cls, other) -> type:
         return cls
 
-    __ror__ = __or__
+    __ror__ = __or__  # pyright: ignore[reportAssignmentType]
 
 
 class Nothing(metaclass=Anything):
