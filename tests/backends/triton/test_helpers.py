@@ -16,9 +16,11 @@ import triton
 from tests.backends.triton.test_warmup import CASES, launched  # noqa: F401
 from tilewise.backends.triton import Triton, helpers, launch, targets
 from tilewise.backends.triton.bound import Bound
+from tilewise.backends.triton.decode import Decoder
+from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.targets import Target
 from tilewise.masks import Causal
-from tilewise.problem import Call
+from tilewise.problem import Call, DecodeCall
 from tilewise.testing.cases import make, upstream
 
 TARGET = Target("sm_80")
@@ -57,12 +59,12 @@ def test_what_a_call_launches_is_compiled_ahead(case, launched):  # noqa: F811
 def test_each_kind_of_call_is_begun_once(begun):
     """The first kernel is this process's own, but for what launches it; two helpers share the others, in the order in which they are needed."""
     call = call_of()
-    bound = Bound(call, target=TARGET, begin=lambda bound: helpers.begin(bound, call))
-    helpers.begin(bound, call)
+    bound = Bound(call, target=TARGET, begin=lambda bound: helpers.begin_call(bound, call))
+    helpers.begin_call(bound, call)
     first, *others = dict.fromkeys(helpers.ahead(bound, call))
     jobs = [[(kernel, TARGET, True) for kernel in others[turn::2]] for turn in (0, 1)]
     assert begun == [[(first, TARGET, False), *jobs[0]], jobs[1]]
-    helpers.begin(bound, call_of(grad=False))
+    helpers.begin_call(bound, call_of(grad=False))
     assert len(begun) == 2
     assert [pickle.loads(pickle.dumps(each)) for job in begun for each in job] == [each for job in begun for each in job]
 
@@ -72,14 +74,14 @@ def test_where_there_are_none(name, value, begun, monkeypatch):
     assert not helpers.why_not()
     monkeypatch.setenv(name, value)
     call = call_of()
-    helpers.begin(Bound(call, target=TARGET), call)
+    helpers.begin_call(Bound(call, target=TARGET), call)
     assert helpers.why_not() and not begun
 
 
 def test_a_single_core_has_none(begun, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     call = call_of()
-    helpers.begin(Bound(call, target=TARGET), call)
+    helpers.begin_call(Bound(call, target=TARGET), call)
     assert "single core" in helpers.why_not() and not begun
 
 
@@ -114,3 +116,15 @@ def test_without_a_folder_nobody_waits(monkeypatch, tmp_path):
     assert not launch.on_disk(kernel, TARGET)
     assert launch.compiled.__wrapped__(kernel, TARGET) == "built"
     helpers.compile_one(kernel, TARGET, True)
+
+
+def test_decode_has_the_kernel_that_merges_made(begun):
+    x = torch.zeros(1, 1, 2, 16, dtype=torch.bfloat16)
+    cache = torch.zeros(1, 2048, 2, 16, dtype=torch.bfloat16)
+    names = "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split"
+    found = {"q": x, "k_cache": cache, "v_cache": cache, "seqlens": torch.tensor([9], dtype=torch.int32), **dict.fromkeys(names)}
+    call = DecodeCall(**found, shared_prefix=0, max_seqlen_q=1, mask=Causal(), scale=1.0)
+    for _ in range(2):
+        decoder = Decoder(call)
+    of_decode, of_merge = (decoder.kernel(function, True) for function in (kernels.decode, kernels.merge))
+    assert begun == [[(of_decode, decoder.target, False), (of_merge, decoder.target, True)]]

@@ -112,7 +112,7 @@ class Triton(Backend):
 
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
         call = _in_rows(call)
-        return Bound(call, begin=lambda bound: helpers.begin(bound, call))
+        return Bound(call, begin=lambda bound: helpers.begin_call(bound, call))
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
+from tilewise.backends.triton import helpers
 from tilewise.backends.triton.bound import PARTS, on, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
@@ -112,6 +113,10 @@ class Decoder:
                  "leftpad": call.leftpad, "cos": cos, "sin": sin}  # fmt: skip
         stored = {"k_cache": self.stored[0], "v_cache": self.stored[1], "o": self.out_dtype, "q": self.dtype, "sink": torch.float32}
         self.dtypes = tuple((stored | {name: x.dtype for name, x in typed.items() if x is not None}).items())
+        if shares.splits > 1 and not parts:
+            both = kernels.decode, kernels.merge
+            kind = tuple(self.constants.items()), self.dtypes, shares.config
+            helpers.begin(kind, lambda: [self.kernel(function, True) for function in both], self.target)
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
         shares, config = self.shares, self.shares.config

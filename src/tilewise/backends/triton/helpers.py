@@ -6,7 +6,7 @@ so do helpers, ahead of the kernel, and for the first one too.
 
 import contextlib
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 
 from tilewise.backends.triton.bound import Bound, finding, kind_of
@@ -27,21 +27,26 @@ def why_not() -> str:
     return "Triton's interpreter compiles nothing" if interpreted() else helpers.why_not()
 
 
-def begin(bound: Bound, call: Call) -> None:
-    """Have what `call`, of which `bound` is made, and its gradients launch compiled, where it is not on disk. Returns soon, and raises nothing."""
-    kind = call.problem, kind_of(call.mask), bound.dtypes, bound.config, bound.target
-    if kind in _seen:
+def begin_call(bound: Bound, call: Call) -> None:
+    """`begin` what `call`, of which `bound` is made, and its gradients launch."""
+    kind = call.problem, kind_of(call.mask), bound.dtypes, bound.config
+    begin(kind, lambda: ahead(bound, call), bound.target)
+
+
+def begin(kind: Hashable, launched: Callable[[], list[Kernel]], target: Target) -> None:
+    """Have what calls of that kind launch, `launched()` in that order, compiled where it is not on disk. Returns soon, and raises nothing."""
+    if (kind, target) in _seen:
         return
     with _guard:
-        _seen.add(kind)
+        _seen.add((kind, target))
         if why_not():
             return
-        first, *others = dict.fromkeys(ahead(bound, call))
-        missing = [(kernel, bound.target) for kernel in others if (kernel, bound.target) not in _seen and not on_disk(kernel, bound.target)]
+        first, *others = dict.fromkeys(launched())
+        missing = [(kernel, target) for kernel in others if (kernel, target) not in _seen and not on_disk(kernel, target)]
         _seen.update(missing)
         for turn in range(helpers.room()):
             if job := missing[turn :: helpers.room()]:  # the first is compiled here
-                crew.give([(first, bound.target, False)][turn:] + [(*each, True) for each in job])
+                crew.give([(first, target, False)][turn:] + [(*each, True) for each in job])
 
 
 def ahead(bound: Bound, call: Call) -> list[Kernel]:
