@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def test_a_helper_compiles_what_this_process_then_loads(begun, monkeypatch, tmp_
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda cache_hit, **_: hits.append(cache_hit))
     assert launch.compiled(kernel, TARGET).asm["ptx"] and hits == [True]
     assert not list(tmp_path.glob("*.lock")) and not list(tmp_path.glob(".*.lock"))
+
+
+def test_one_process_compiles_and_the_others_wait(begun, monkeypatch):
+    """The lock is for what is not on disk."""
+    kernel, order = Bound(call_of(), target=TARGET).preparing(False), []
+
+    @contextmanager
+    def held(place, *_):
+        order.append(place)
+        yield True
+
+    monkeypatch.setattr(launch.lock, "held", held)
+    monkeypatch.setattr(launch, "build", lambda *_: order.append("built"))
+    for there in (False, True):
+        monkeypatch.setattr(launch, "on_disk", lambda *_, there=there: there)
+        launch.compiled.__wrapped__(kernel, TARGET)
+    assert order == [launch.lock_of(kernel, TARGET), "built", "built"]
+    assert launch.lock_of(kernel, TARGET) != launch.lock_of(kernel, Target("sm_90"))
 
 
 def test_without_a_folder_nobody_waits(monkeypatch, tmp_path):

@@ -89,7 +89,9 @@ def _kernel_of(module: str, name: str, *rest) -> Kernel:
 @functools.cache
 def compiled(kernel: Kernel, target: Target):
     """Triton's compiled kernel, from its cache on disk where it is there, or will be when another process has made it; needs no GPU of the target."""
-    with nullcontext() if (place := lock_of(kernel, target)) is None else lock.held(place):
+    if (place := lock_of(kernel, target)) is None or on_disk(kernel, target):
+        return build(kernel, target)
+    with lock.held(place):
         return build(kernel, target)
 
 
