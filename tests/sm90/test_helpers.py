@@ -18,6 +18,7 @@ from tilewise.backends import hopper
 from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.backward.repair import call as repairs
+from tilewise.machine import helpers as programs
 from tilewise.masks import Causal, Documents, Full, PrefixLM
 from tilewise.problem import Call, Dropout
 from tilewise.sm90 import cache, helpers, jit, lock
@@ -33,14 +34,14 @@ def on(kept, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(helpers, "_seen", set())
     yield kept
-    helpers.end()
+    helpers.crew.end()
 
 
 @pytest.fixture
 def given(on, monkeypatch) -> list:
     """What helpers would be given, in place of processes."""
     jobs = []
-    monkeypatch.setattr(helpers, "_give", jobs.append)
+    monkeypatch.setattr(helpers.crew, "give", jobs.append)
     return jobs
 
 
@@ -89,7 +90,7 @@ def test_a_folder_that_cannot_be_written_to(given, small, tmp_path, monkeypatch)
 
 def test_a_kernel_that_cannot_be_sent_is_left_out(on, small):
     helpers.begin([small._replace(arguments=lambda config: [])])
-    assert not helpers._helpers
+    assert not helpers.crew.working
 
 
 def test_no_process_can_be_started(on, small, monkeypatch):
@@ -98,30 +99,31 @@ def test_no_process_can_be_started(on, small, monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
     helpers.begin([small])
-    assert not helpers._helpers
+    assert not helpers.crew.working
 
 
 def test_no_more_than_there_are_cores_for(on, small, monkeypatch):
-    monkeypatch.setattr(helpers, "PROGRAM", "import sys; sys.stdin.read()")
+    monkeypatch.setattr(programs, "PROGRAM", "import sys; sys.stdin.read()")
     helpers.begin([small], [small_kernel(small, torch.float16)])
-    (one,) = helpers._helpers
+    (one,) = helpers.crew.working
     assert not one.idle()
-    helpers.end()
-    assert one.process.returncode == -signal.SIGKILL and not helpers._helpers
+    helpers.crew.end()
+    assert one.process.returncode == -signal.SIGKILL and not helpers.crew.working
 
 
 def test_one_that_has_ended_is_replaced(on, small, monkeypatch):
-    monkeypatch.setattr(helpers, "PROGRAM", "")
+    monkeypatch.setattr(programs, "PROGRAM", "")
     helpers.begin([small])
-    (first,) = helpers._helpers
+    (first,) = helpers.crew.working
     first.process.wait()
     helpers.begin([small_kernel(small, torch.float16)])
-    assert len(helpers._helpers) == 1 and helpers._helpers[0] is not first
+    assert len(helpers.crew.working) == 1 and helpers.crew.working[0] is not first
 
 
 SERVE = """
 import json, os, sys
 from pathlib import Path
+from tilewise.machine import helpers as programs
 from tilewise.sm90 import cache, helpers, jit
 path = Path(sys.argv[1])
 
@@ -136,8 +138,8 @@ def build(launch, arguments, config, *, runs):
     return Exported()
 
 jit.build = build
-helpers.IDLE_S = float(sys.argv[2])
-helpers.serve(int(sys.argv[3]))
+programs.IDLE_S = float(sys.argv[2])
+programs.serve(int(sys.argv[3]), helpers.compile_one)
 """
 
 
@@ -175,11 +177,11 @@ def test_a_helper_ends_by_itself(how, on, exported):
 
 PARENT = """
 import pickle, sys
+from tilewise.machine import helpers as programs
 from tilewise.sm90 import helpers
-helpers.PROGRAM = helpers.PROGRAM.replace("helpers.serve", "import time; helpers._compile = lambda *_: time.sleep(999); helpers.serve")
-one = helpers.Helper()
-helpers._helpers.append(one)
-one.give(pickle.dumps([("kernel", "entry")]))
+programs.PROGRAM = programs.PROGRAM.replace("module.compile_one", "lambda *_: __import__('time').sleep(999)")
+helpers.crew.give([("kernel", "entry")])
+(one,) = helpers.crew.working
 print(one.process.pid, flush=True)
 if sys.argv[1] == "killed":
     sys.stdin.readline()
@@ -211,12 +213,12 @@ def state_of(pid: int) -> str:
 
 
 def test_a_forked_child_has_no_helpers(on, small, monkeypatch):
-    monkeypatch.setattr(helpers, "PROGRAM", "import sys; sys.stdin.read()")
+    monkeypatch.setattr(programs, "PROGRAM", "import sys; sys.stdin.read()")
     helpers.begin([small])
     child = os.fork()
     if child == 0:
-        os._exit(len(helpers._helpers))
-    assert os.waitpid(child, 0)[1] == 0 and helpers._helpers[0].process.poll() is None
+        os._exit(len(helpers.crew.working))
+    assert os.waitpid(child, 0)[1] == 0 and helpers.crew.working[0].process.poll() is None
 
 
 def call_of(mask, **extras) -> Call:
@@ -257,7 +259,7 @@ ALIKE = """
 import pickle, sys
 from importlib import import_module
 exec(open(sys.argv[1]).read())
-install()
+install("cutlass.cute,tvm_ffi", "tilewise.sm90.helpers")
 from tilewise.sm90 import cache, jit
 for launch, arguments, config in pickle.load(sys.stdin.buffer):
     module, _, function = launch.partition(":")
@@ -280,7 +282,7 @@ def test_a_helper_does_without_torch(on, monkeypatch):
     )
     kernels = [kernel for call in calls for group in backward.ahead(call) for kernel in group]
     assert len({launch for launch, *_ in kernels}) == 5
-    command = [sys.executable, "-c", ALIKE, str(helpers.STANDIN)]
+    command = [sys.executable, "-c", ALIKE, str(programs.STANDIN)]
     found = subprocess.run(command, input=pickle.dumps(kernels), capture_output=True, check=True, timeout=WAIT_S)
     assert found.stdout.decode().split() == [str(cache.entry(launch, config, jit.arch())) for launch, _, config in kernels]
 
@@ -289,18 +291,17 @@ WITH_TORCH = """
 import sys
 exec(open(sys.argv[1]).read())
 Module.__getattr__ = None  # a module of ours asks for more than there is
-install()
+helpers = install("cutlass.cute,tvm_ffi", "tilewise.sm90.helpers")
 import torch
-from tilewise.sm90 import helpers
-print(torch.ones(2, dtype=torch.int32).sum().item(), helpers.serve.__name__)
+print(torch.ones(2, dtype=torch.int32).sum().item(), helpers.compile_one.__name__)
 """
 
 
 def test_where_there_must_be_torch_it_has_torch():
     found = subprocess.run(
-        [sys.executable, "-c", WITH_TORCH, str(helpers.STANDIN)], capture_output=True, text=True, check=True, timeout=WAIT_S
+        [sys.executable, "-c", WITH_TORCH, str(programs.STANDIN)], capture_output=True, text=True, check=True, timeout=WAIT_S
     )
-    assert found.stdout == "2 serve\n"
+    assert found.stdout == "2 compile_one\n"
 
 
 TOGETHER = """
@@ -314,7 +315,7 @@ os.sched_getaffinity = lambda _: {0, 1}
 call = warmup._call(warmup.Cell(64, 64, torch.bfloat16, Documents([0, 100]), (), True), 100, 100)
 kernel = backward.kernels(call)[0]  # the smallest
 helpers.begin([kernel])
-(helper,) = helpers._helpers
+(helper,) = helpers.crew.working
 entry = helpers.cache.entry(*kernel.identity, jit.arch())
 while not entry.exists() and helper.process.poll() is None and not helper.idle():
     pass

@@ -125,10 +125,12 @@ class Triton(Backend):
 
     def bind(self, call: Call):
         """`forward` and `backward` for more calls that differ in nothing but what tensors hold."""
+        from tilewise.backends.triton import helpers
         from tilewise.backends.triton.bound import Bound
 
         documents.check(call.mask, call.seqlen_q, call.seqlen_k)
-        return Bound(_in_rows(call))
+        call = _in_rows(call)
+        return Bound(call, begin=lambda bound: helpers.begin_call(bound, call))
 
     def forward(self, call: Call) -> tuple[Tensor, ...]:
         """O (batch, seqlen_q, heads_q, head_dim_v) in q's dtype and LSE (batch, heads_q, seqlen_q) in fp32."""

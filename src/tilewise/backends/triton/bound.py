@@ -30,7 +30,7 @@ from tilewise.problem import Call, Dropout, in_fp32
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
 MOST_ROWS = 512  # of any program's tile
-PACKED = "cu_q", "cu_k", "q_scales", "k_scales", "v_scales"
+OWN = "bias", "slopes", "sink", "rng", "cu_q", "cu_k", "q_scales", "k_scales", "v_scales"  # extras, as tapes name them
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
 
@@ -112,10 +112,16 @@ def _of_documents(mask: Documents, seqlen_q: int, seqlen_k: int, device: torch.d
 
 class Bound:
     """See `backends.Bound`. Rows of q, k and v are contiguous. chosen: configurations of passes by name, in place of the table's (tune.py).
-    target: in place of the device's own.
+    target: in place of the device's own. begin: takes it before it compiles anything.
     """
 
-    def __init__(self, call: Call, chosen: Mapping[str, configs.Config] | None = None, target: Target | None = None) -> None:
+    def __init__(
+        self,
+        call: Call,
+        chosen: Mapping[str, configs.Config] | None = None,
+        target: Target | None = None,
+        begin: Callable[["Bound"], None] = lambda _: None,
+    ) -> None:
         self.target, self.chosen = target or of_device(call.q.device), chosen or {}
         self.like = replace(
             call,
@@ -150,6 +156,7 @@ class Bound:
         }
         if call.diagonal is not None:
             self.scores["diagonals"] = call.diagonal.to(torch.int32)
+        begin(self)
         self.visible = Visible(call, self.device, self.config)
         self.back: Gradients | None = None
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
@@ -176,6 +183,11 @@ class Bound:
         }[purpose]
         return [self.kernel(function, config, mask or self.visible.kind, True, more) for function, more in both]
 
+    def preparing(self, d_lse: bool) -> Kernel:
+        """What gradients begin with; d_lse: whether one of LSE is given."""
+        sink = any(name == "sink" for name, _ in self.dtypes)
+        return self.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, "SINK": sink, **self.widths})
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
     ) -> tuple[Tensor, Tensor]:
@@ -196,11 +208,10 @@ class Bound:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
         """O, LSE and, where the call wants it, each row's largest score."""
-        lse, *largest = (
-            torch.empty((self.batch, self.heads, self.like.seqlen_q), dtype=torch.float32, device=q.device)
-            for _ in range(1 + self.like.row_max)
-        )
-        tiles = -(-self.like.seqlen_q // self.config.tile_m)
+        seqlen_q = self.like.seqlen_q
+        shape, tiles = (self.batch, self.heads, seqlen_q), -(-seqlen_q // self.config.tile_m)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        largest = [torch.empty_like(lse)] if self.like.row_max else []
         if not self.batch * self.heads * tiles:
             return o, lse, *largest
         written = {"o": o, "lse": lse, "row_max": largest[0] if largest else None}
@@ -308,8 +319,8 @@ class Bound:
 
     def of_extras(self, extras: tuple[Tensor | None, ...]) -> dict[str, object]:
         """What is a call's own beside q, k, v and the results, for `Tapes.run`."""
-        bias, slopes, sink, rng, *packed = extras
-        found = {"bias": bias, "slopes": slopes, "sink": sink, **dict(zip(PACKED, packed, strict=True))}
+        found = {name: x for name, x in zip(OWN, extras, strict=True) if x is not None}
+        rng = found.pop("rng", None)
         return found if self.like.dropout is None else found | self.random(rng)
 
     @property

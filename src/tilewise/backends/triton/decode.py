@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
+from tilewise.backends.triton import helpers, merging
 from tilewise.backends.triton.bound import PARTS, on, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
-from tilewise.backends.triton.merging import merge
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import Target, interpreted, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
@@ -115,6 +115,13 @@ class Decoder:
         stored = {"k_cache": self.stored[0], "v_cache": self.stored[1], "o": self.out_dtype, "q": self.dtype, "sink": torch.float32}
         self.dtypes = tuple((stored | {name: x.dtype for name, x in typed.items() if x is not None}).items())
 
+    def begin(self) -> "Decoder":
+        """Have its kernels compiled beside each other."""
+        if self.shares.splits > 1 and not self.parts:
+            kind = tuple(self.constants.items()), self.dtypes, self.shares.config
+            helpers.begin(kind, lambda: [self.kernel(True), merging.kernel(self.dim_v, self.out_dtype, True)], self.target)
+        return self
+
     def _constants(self, call: DecodeCall) -> dict[str, object]:
         shares, config = self.shares, self.shares.config
         bits = ["" if x.dtype == self.dtype else "own" if x.dtype == stored else "e4m3"
@@ -185,7 +192,7 @@ class Decoder:
             return
         partial_o, partial_lse, there = joined or (*self.partials(self.shares.splits), 0)
         self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
-        merge(partial_o, partial_lse, whole["o"], whole["lse"])
+        merging.merge(partial_o, partial_lse, whole["o"], whole["lse"])
 
     def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
         """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""

@@ -31,7 +31,6 @@ class Gradients:
         bound = self.bound
         d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
         o = o if o.stride(-1) == 1 else o.contiguous()
-        check_memory(q=q, k=k, v=v, o=o, lse=lse, dO=d_o)
         d_q, d_k, d_v = (torch.empty_strided(shape, stride, dtype=dtype, device=bound.device) for shape, stride, dtype in self.layouts)
         delta = torch.empty_like(lse)
         d_bias = torch.empty(extras[0].shape, dtype=extras[0].dtype, device=bound.device) if bias_grad else None
@@ -51,6 +50,7 @@ class Gradients:
 
     def _launch(self, given: Mapping[str, Tensor], extras: tuple[Tensor | None, ...]) -> None:
         """Launch all of the backward pass. given: what it reads and writes, by name."""
+        check_memory(**{{"d_o": "dO"}.get(name, name): given[name] for name in ("q", "k", "v", "o", "lse", "d_o")})
         bound, call, (bias, slopes, sink, rng, *packed) = self.bound, self.bound.like, extras
         sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "sink": sink}
         sizes |= {name: given[name] for name in ("lse", "delta")}

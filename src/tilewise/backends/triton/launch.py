@@ -5,9 +5,12 @@ one signature, by the names of its parameters, whatever the lengths; only what i
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +18,10 @@ import triton
 from triton.compiler import ASTSource
 
 from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.direct import direct
 from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
+from tilewise.sm90 import lock
 
 NAMES = {
     torch.float32: "fp32",
@@ -56,6 +61,10 @@ class Kernel:
     def name(self) -> str:
         return self.function.__name__
 
+    def __reduce__(self):
+        """For helpers: Triton's functions cannot be pickled."""
+        return _kernel_of, (self.function.__module__, self.name, self.constants, self.dtypes, self.config, self.aligned)
+
     def signature(self) -> tuple[dict[str, str], dict]:
         """The type of every parameter, and which of them are multiples of 16."""
         dtypes, constants = dict(self.dtypes), dict(self.constants)
@@ -73,12 +82,56 @@ class Kernel:
         return types, attributes
 
 
+def _kernel_of(module: str, name: str, *rest) -> Kernel:
+    return Kernel(getattr(import_module(module), name), *rest)
+
+
 @functools.cache
 def compiled(kernel: Kernel, target: Target):
-    """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU of the target."""
+    """Triton's compiled kernel, from its cache on disk where it is there, or will be when another process has made it; needs no GPU of the target."""
+    if (place := lock_of(kernel, target)) is None or on_disk(kernel, target):
+        return build(kernel, target)
+    with lock.held(place):
+        return build(kernel, target)
+
+
+def build(kernel: Kernel, target: Target):
+    """`compiled`, whatever other processes do."""
+    return triton.compile(source_of(kernel), target=target.gpu(), options=kernel.config.options(target))
+
+
+def source_of(kernel: Kernel) -> ASTSource:
+    """As Triton's compiler takes it."""
     types, attributes = kernel.signature()
-    source = ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
-    return triton.compile(source, target=target.gpu(), options=kernel.config.options(target))
+    return ASTSource(kernel.function, types, constexprs=dict(kernel.constants), attrs=attributes)
+
+
+def lock_of(kernel: Kernel, target: Target) -> Path | None:
+    """The entry whose lock (sm90/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
+    text = repr((kernel.function.__module__, kernel.name, kernel.constants, kernel.dtypes, kernel.config, kernel.aligned, target))
+    try:
+        return Path(triton.knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"
+    except (OSError, RuntimeError, TypeError, AttributeError):  # there is no home
+        return None
+
+
+def on_disk(kernel: Kernel, target: Target) -> bool:
+    """Whether Triton's cache has it, by its way of naming entries; where that is another one, nothing is found."""
+    try:
+        from triton.compiler import compiler
+
+        source, backend = source_of(kernel), compiler.make_backend(target.gpu())
+        options = backend.parse_options(dict(kernel.config.options(target), **source.parse_options()))
+        key = compiler.get_cache_key(source, backend, options, env_vars=compiler.get_cache_invalidating_env_vars())
+        return bool(compiler.get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(f"{source.name[:150]}.json"))
+    except Exception:  # of any kind: these are Triton's own functions, which no version promises
+        return False
+
+
+@functools.cache
+def _loaded(kernel: Kernel, target: Target, device: int):
+    """`compiled`, once for each device: a kernel is loaded into the context of the one that is current when it is first launched."""
+    return compiled(kernel, target) if device == 0 else build(kernel, target)
 
 
 @functools.cache
@@ -86,13 +139,18 @@ def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, obje
     """What runs the kernel with a grid of so many programs and arguments by name, on the current device and stream."""
     types, _ = kernel.signature()
     known = {name: None if kind.startswith("*") else 0 for name, kind in types.items()} | dict(kernel.constants)
-    loaded = None if interpreted() else compiled(kernel, target)
+    if not interpreted():
+        compiled(kernel, target)
 
     def run(programs: int, arguments: Mapping[str, object]) -> None:
-        start = _in_interpreter(kernel.function[(programs,)], tuple(known)) if loaded is None else loaded[(programs, 1, 1)]
         values = [arguments.get(name, value) for name, value in known.items()]
+        if interpreted():
+            found, start = None, _in_interpreter(kernel.function[(programs,)], tuple(known))
+        else:
+            found = _loaded(kernel, target, triton.runtime.driver.active.get_current_device())
+            start = found[(programs, 1, 1)]
         if (tape := recording()) is not None:
-            tape.add(start, known, values)
+            tape.add(start, known, values, found and direct(found, programs, len(values)))
         start(*values)
 
     return run
@@ -104,4 +162,7 @@ def _in_interpreter(function: Callable, names: tuple[str, ...]) -> Callable:
 
 def on(device: torch.device):
     """The device is the current one within."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return HERE if device.type != "cuda" or device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+HERE = nullcontext()

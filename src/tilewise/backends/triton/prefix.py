@@ -18,7 +18,7 @@ def bind(call: DecodeCall) -> BoundDecode | None:
     """As `Backend.bind_decode`."""
     if why_not(call):
         return None
-    return Prefixed(call) if pays(call) else Decoder(call)
+    return Prefixed(call) if pays(call) else Decoder(call).begin()
 
 
 def pays(call: DecodeCall) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.backends.triton.direct import current_stream, watched
 from tilewise.backends.triton.targets import interpreted
 
 ALIGNED = 16  # bytes, of which a tensor's address is a multiple for wide loads
@@ -35,6 +36,7 @@ class Tapes:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Tape] = {}
+        self._interpreted = interpreted()
 
     def run(self, key: Hashable, given: Mapping[str, Any], constants: Iterable[object], launch: Callable[[], None]) -> None:
         """`launch()`, or, after the first call with this key, what it launched then with the tensors and numbers of `given`.
@@ -42,15 +44,26 @@ class Tapes:
         key: what its launches depend on, but for the bound call and where tensors lie; given: a call's own tensors (None: absent), and numbers by the
         names that kernels have for them; constants: tensors among them that are the same for all calls.
         """
-        addresses = {name: x.data_ptr() for name, x in given.items() if isinstance(x, Tensor)}
+        found, mixed, all_there = {}, 0, recording() is None
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                found[name] = address = x.data_ptr()
+                mixed |= address
+                all_there = all_there and address != 0
+            elif x is not None:
+                found[name] = x
         # An address of 0: a tensor without numbers, or memory that was given back, which `launch` refuses. Within a recording it is part of it.
-        if 0 in addresses.values() or recording() is not None:
+        if not all_there:
             launch()
             return
-        key = key, *(name for name, address in addresses.items() if address % ALIGNED)
+        key = (
+            (key,)
+            if mixed % ALIGNED == 0
+            else (key, *(name for name, x in given.items() if isinstance(x, Tensor) and found[name] % ALIGNED))
+        )
         tape = self._known.get(key)
         if tape is not None and tape.plays:
-            tape.play(given if interpreted() else {**given, **addresses})
+            tape.play(given if self._interpreted else found)
             return
         if tape is not None or len(self._known) >= MOST:
             launch()
@@ -68,7 +81,8 @@ class Tape:
 
     def __init__(self, given: Mapping[str, Any], constants: Iterable[object]) -> None:
         self.whole = True
-        self._launches: list[tuple[Callable, list, tuple[tuple[int, Hashable], ...]]] = []
+        self._interpreted = interpreted()
+        self._launches: list[tuple[Callable, Callable | None, list, tuple[tuple[int, Hashable], ...]]] = []
         self._scratch: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._constants = {id(x): x for x in constants if isinstance(x, Tensor)}
         self._numbers = {name for name, x in given.items() if x is not None and not isinstance(x, Tensor)}
@@ -84,8 +98,8 @@ class Tape:
         self._addresses[len(self._scratch)] = x.data_ptr()
         self._scratch.append((tuple(x.shape), x.dtype, x.device))
 
-    def add(self, start: Callable, names: Iterable[str], values: Sequence[object]) -> None:
-        """A launch: `start(*values)`, of parameters with these names."""
+    def add(self, start: Callable, names: Iterable[str], values: Sequence[object], direct: Callable | None) -> None:
+        """A launch: `start(*values)`, of parameters with these names. direct: what `direct.direct` found for it."""
         kept, places = list(values), []
         for place, (name, x) in enumerate(zip(names, values, strict=True)):
             if name in self._numbers:
@@ -95,9 +109,9 @@ class Tape:
                 self.whole = self.whole and origin is not None
                 places.append((place, origin))
                 kept[place] = None
-            elif isinstance(x, Tensor) and not interpreted():
+            elif isinstance(x, Tensor) and not self._interpreted:
                 kept[place] = x.data_ptr()
-        self._launches.append((start, kept, tuple(places)))
+        self._launches.append((start, direct, kept, tuple(places)))
 
     def _origin(self, name: str, x: Tensor) -> Hashable | None:
         """Whose memory x is: that of the tensor of its name, or of the only one that begins there; None where nobody can say."""
@@ -111,9 +125,13 @@ class Tape:
         """Launch all of it with `given`: addresses of tensors by name, in Triton's interpreter tensors; and numbers."""
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._scratch]
         if made:
-            given = {**given, **dict(enumerate(made if interpreted() else [x.data_ptr() for x in made]))}
-        for start, kept, places in self._launches:
+            given = {**given, **dict(enumerate(made if self._interpreted else [x.data_ptr() for x in made]))}
+        stream = None if self._interpreted or watched() else current_stream()
+        for start, direct, kept, places in self._launches:
             values = kept.copy()
             for place, origin in places:
                 values[place] = given[origin]
-            start(*values)
+            if stream is None or direct is None:
+                start(*values)
+            else:
+                direct(stream, values)

@@ -12,11 +12,10 @@ import torch
 
 from tilewise.backends.triton import merging
 from tilewise.backends.triton.append import Appender
-from tilewise.backends.triton.bound import SMALL, Bound, finding
+from tilewise.backends.triton.bound import Bound, finding
 from tilewise.backends.triton.config import MOST_DIM, decodes
 from tilewise.backends.triton.decode import Decoder, Shares
 from tilewise.backends.triton.eight_bits import Quantiser
-from tilewise.backends.triton.kernels import backward
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.launch import Kernel, compiled
 from tilewise.backends.triton.targets import Target
@@ -75,8 +74,7 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
     if cell.mask == "varlen":
         found += [finding(by_keys) for by_keys in (False, True)[: 2 if cell.grad else 1]]
     if cell.grad:
-        more = {"SINK": "sink" in cell.extras, **bound.widths}
-        found += [bound.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, **more}) for d_lse in (False, True)]
+        found += [bound.preparing(d_lse) for d_lse in (False, True)]
     if cell.grad and "bias" in cell.extras:
         for each in BIASES:
             by = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))

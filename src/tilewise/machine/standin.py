@@ -7,12 +7,14 @@ called. The compiler does without torch, and is imported before there is anythin
 This file is run by itself, ahead of the package.
 """
 
+import importlib
 import importlib.machinery
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 
-SIZES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+SIZES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+SIZES |= {"float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Dtype:
@@ -45,7 +47,7 @@ class Anything(type):
     def __or__(cls, other) -> type:
         return cls
 
-    __ror__ = __or__
+    __ror__ = __or__  # pyright: ignore[reportAssignmentType]
 
 
 class Nothing(metaclass=Anything):
@@ -90,18 +92,20 @@ class Finder(MetaPathFinder, Loader):
         pass
 
 
-def install() -> None:
-    """Import what a helper needs, without torch; with it, where that fails."""
+def install(compilers: str, ours: str):
+    """The last of our modules, which are imported behind the compilers (both separated by commas): without torch, or with it where that fails."""
     finder = Finder()
     sys.meta_path.insert(0, finder)
     try:
-        import cutlass.cute  # noqa: F401
-        import tvm_ffi  # noqa: F401
-
+        _imported(compilers)
         finder.there = True
-        import tilewise.sm90.dsl
-        import tilewise.sm90.helpers  # noqa: F401
+        return _imported(ours)
     except Exception:  # of a compiler, or of a module of ours, that asks for more
         sys.meta_path.remove(finder)
         for name in [each for each in sys.modules if each.partition(".")[0] in ("torch", "tilewise")]:
             del sys.modules[name]
+        return _imported(ours)
+
+
+def _imported(names: str):
+    return [importlib.import_module(name) for name in names.split(",")][-1]
