@@ -15,10 +15,8 @@ pytest.importorskip("triton")
 import triton
 
 from tests.backends.triton.test_warmup import CASES, launched  # noqa: F401
-from tilewise.backends.triton import Triton, helpers, launch, targets
+from tilewise.backends.triton import Triton, helpers, launch, merging, prefix, targets, warmup
 from tilewise.backends.triton.bound import Bound
-from tilewise.backends.triton.decode import Decoder
-from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.targets import Target
 from tilewise.masks import Causal
 from tilewise.problem import Call, DecodeCall
@@ -143,7 +141,9 @@ def test_decode_has_the_kernel_that_merges_made(begun):
     names = "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split"
     found = {"q": x, "k_cache": cache, "v_cache": cache, "seqlens": torch.tensor([9], dtype=torch.int32), **dict.fromkeys(names)}
     call = DecodeCall(**found, shared_prefix=0, max_seqlen_q=1, mask=Causal(), scale=1.0)
+    warmup.of_decode(warmup.Cell(16, 16, x.dtype, "band"), TARGET)  # which compiles in processes of its own
+    assert not begun
     for _ in range(2):
-        decoder = Decoder(call)
-    of_decode, of_merge = (decoder.kernel(function, True) for function in (kernels.decode, kernels.merge))
+        decoder = prefix.bind(call)
+    of_decode, of_merge = decoder.kernel(True), merging.kernel(16, x.dtype, True)
     assert begun == [[(of_decode, decoder.target, False), (of_merge, decoder.target, True)]]
