@@ -8,6 +8,9 @@ RUN    := $(VENV)/bin/python
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
 
+# A third of each grid a day, and at least one of each kind; the rest is in `make test-slow` (tests/shared/sampled.py). All at once: TILEWISE_TEST_SHARE=1.
+test test-slow: export TILEWISE_TEST_SHARE ?= 0.33
+
 test: check
 	$(RUN) -m pytest -n auto --dist worksteal
 
@@ -17,8 +20,7 @@ check: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(RUN) -c 'import basedpyright, mypy' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt basedpyright mypy
-	$(RUN) -m basedpyright
-	$(RUN) -m pytest tests/docs/test_types.py
+	@$(RUN) -m basedpyright & package=$$!; $(RUN) -m pytest tests/docs/test_types.py; blocks=$$?; wait $$package && exit $$blocks
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
