@@ -8,6 +8,9 @@ RUN    := $(VENV)/bin/python
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
 
+# A third of each grid a day, and at least one of each kind; the rest is in `make test-slow` (tests/shared/sampled.py). All at once: TILEWISE_TEST_SHARE=1.
+test test-slow: export TILEWISE_TEST_SHARE ?= 0.33
+
 test: check
 	$(RUN) -m pytest -n auto --dist worksteal
 
@@ -17,8 +20,7 @@ check: $(VENV)/installed
 
 types: $(VENV)/installed
 	$(RUN) -c 'import basedpyright, mypy' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt basedpyright mypy
-	$(RUN) -m basedpyright
-	$(RUN) -m pytest tests/docs/test_types.py
+	@$(RUN) -m basedpyright & package=$$!; $(RUN) -m pytest tests/docs/test_types.py; blocks=$$?; wait $$package && exit $$blocks
 
 test-slow: $(VENV)/installed
 	$(RUN) -m pytest -m slow
@@ -62,7 +64,7 @@ sanitize: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilewise needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
-	$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
+	$(RUN) -m pip install -q --no-compile -c constraints.txt -e '.[test]'  # bytecode of what is imported alone, when it is
 	@touch $@
 
 clean:

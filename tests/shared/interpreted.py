@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 SECONDS = 300
 
@@ -33,4 +34,26 @@ def _begin() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _hasten()
     atexit.register(os._exit, 0)  # before Triton's library lists what it leaks
+
+
+def _hasten() -> None:
+    """The same interpreter in a quarter of the time.
+
+    Triton puts it in place of its language at every call of a device function, by looking at each name of that, and takes it out behind every kernel:
+    here it stays. And each sum and product of integers is checked for overflow, by a dozen operations whose result is then dropped unless one debugs.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def once(function: Callable) -> interpreter._LangPatchScope:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)

@@ -1,12 +1,14 @@
 """Of parametrised repetitions a sample runs, by a seed of the day, and all where tests may be slow.
 
 `@pytest.mark.sampled(0.2)` takes a fifth of a test's cells, at least one of each kind: each value that more than one of them has, of an argument
-or of a field of one. The others are marked slow. A test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1.
+or of a field of one; of a mask, its expression without numbers. The others are marked slow. A test of many cells that is not marked so is sampled
+where TILEWISE_TEST_SHARE is less than 1.
 """
 
 import datetime
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, is_dataclass
@@ -17,6 +19,7 @@ import pytest
 TODAY = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
 SEED = os.environ.setdefault("TILEWISE_TEST_SEED", TODAY)  # pytest-xdist's workers inherit it: they must agree
 SHARE = float(os.environ.setdefault("TILEWISE_TEST_SHARE", "1"))
+NUMBERS = re.compile(r"[^A-Za-z_()&|~=]+")  # and what lies between them
 FEW = 2  # cells of a test that is not marked, which are not worth a choice
 
 
@@ -45,7 +48,10 @@ def some(cells: Sequence, share: float, what: str) -> list:
 def properties(value) -> set[Hashable]:
     if isinstance(value, str):
         return set(enumerate(value.split("; ")))
-    return {(field.name, repr(getattr(value, field.name))) for field in fields(value)} if is_dataclass(value) else {repr(value)}
+    if not is_dataclass(value):
+        return {repr(value)}
+    said = {field.name: repr(getattr(value, field.name)) for field in fields(value)}
+    return {(name, NUMBERS.sub("", text) if name == "mask" else text) for name, text in said.items()}
 
 
 def _of_item(item: pytest.Item) -> set[Hashable]:

@@ -1,10 +1,12 @@
 """The Triton backend in Triton's interpreter: every case of the quick conformance suite, and NaN in all that is hidden."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
 from tests.shared.interpreted import interpreted
+from tilewise.masks import PerHead
 from tilewise.testing import cases, conformance
 
 pytest.importorskip("triton")
@@ -34,4 +36,9 @@ def test_cases(case):
 def test_nothing_hidden_is_read(case, name):
     if name == "run_scattered" and case.bias_hides:
         pytest.skip("the contract does not say what a bias of -inf hides of a NaN")
-    interpreted(held, name, case)
+    interpreted(held, name, replace(case, heads_q=2, heads_k=1) if fewer_heads(case) else case)
+
+
+def fewer_heads(case: cases.Case) -> bool:
+    """Whether the case is none of as many heads as it has: sums again, pair by pair, take ten times as long as the rest."""
+    return (case.heads_q, case.heads_k) == (4, 2) and not isinstance(case.mask, PerHead) and "x4x" not in repr(case.mask)

@@ -41,7 +41,7 @@ def kept(launch, arguments, config, aside: Path) -> tuple[Path, Path]:
 
 
 def _compiled(kernel: Kernel, folder: Path) -> tuple[Path, Path]:
-    built = jit.build(kernel.launch, kernel.arguments, kernel.config, f"--keep-ptx --dump-dir {folder}")
+    built = jit.build(kernel.launch, kernel.arguments, kernel.config, f"--keep-ptx --dump-dir {folder}", runs=False)
     built.export_to_c(str(folder / OBJECTS), cache.FUNCTION)
     (folder / PTX).write_text(built.__ptx__)
     return folder / OBJECTS, folder / PTX
