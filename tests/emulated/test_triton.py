@@ -2,6 +2,7 @@
 became of it: products of fragments, asynchronous copies, what is shared.
 """
 
+import itertools
 from functools import partial
 
 import decode_problems
@@ -12,7 +13,7 @@ from eight_bits_problems import Quantised, held, made
 from emulator import triton as emulated
 
 from tests.shared.sampled import some
-from tilewise.backends.triton import Triton, bound, decode, prefix, targets
+from tilewise.backends.triton import Triton, bound, decode, merging, prefix, targets
 from tilewise.masks import Causal, ChunkedCausal, Documents, SlidingWindow
 from tilewise.testing import conformance
 from tilewise.testing.cases import Case
@@ -72,8 +73,8 @@ def test_eight_bits(case, ampere):
 
 def test_a_prefix_that_is_read_once(ampere, monkeypatch):
     ampere("lazy")
-    for name in ("launcher", "of_device", "interpreted"):
-        monkeypatch.setattr(decode, name, getattr(bound, name))
+    for module, name in itertools.product((decode, merging), ("launcher", "of_device", "interpreted")):
+        monkeypatch.setattr(module, name, getattr(bound, name))
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
     call = decode_problems.made(DecodeCase(lengths=(100, 90, 60), queries=(2, 0, 3), prefix=64, page=16))
     decode_problems.held(call, *Triton().decode(call))
