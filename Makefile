@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 
+# Images of Python often set it; then each of the suite's children would compile all that it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check types test-slow kernels kernels-layout kernel-table lint docs wheel wheels sanitize clean
 
 demo: $(VENV)/installed
@@ -64,7 +67,7 @@ sanitize: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilewise needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
-	$(RUN) -m pip install -q --no-compile -c constraints.txt -e '.[test]'  # bytecode of what is imported alone, when it is
+	$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
 clean:
