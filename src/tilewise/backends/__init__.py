@@ -131,7 +131,7 @@ class Backend(Protocol):
 
     def merge(self, outputs: Tensor, lses: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """O (..., rows, heads, dim) in dtype and LSE (..., heads, rows), from parts over disjoint sets of keys, (parts, ..., rows, heads, dim) and
-        (parts, ..., rows, heads), parts of which may be apart and have no gradient; None where there is nothing for them.
+        (parts, ..., rows, heads), which may be apart in memory; without gradients. None where it has no kernel for that.
         """
         return None
 

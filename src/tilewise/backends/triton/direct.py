@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 import triton
 
+SCRATCH = "global", "profile"  # memory that a kernel may want besides
+
 
 def direct(found, programs: int, count: int) -> Callable[[int, Sequence[object]], None] | None:
     """What starts a compiled kernel, which is loaded, with so many programs on a stream, of `count` arguments; None where nobody knows how."""
@@ -32,9 +34,6 @@ def direct(found, programs: int, count: int) -> Callable[[int, Sequence[object]]
     if together:
         return lambda stream, values: launch(*head, stream, *fixed, values)
     return lambda stream, values: launch(*head, stream, *fixed, *values)
-
-
-SCRATCH = "global", "profile"
 
 
 def current_stream() -> int:

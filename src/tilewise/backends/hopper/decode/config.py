@@ -84,7 +84,7 @@ class Config(ScoreChanges):
             "a cache in 8 bits is loaded in stages of its own, and no other is": (self.cached is None) != (self.raw_stages == 0),
             "scales are of caches in 8 bits": any(self.scales) and self.cached is None,
             "the prefix's own results join none": bool(self.common) and self.onto,
-            "a prefix is of caches that hold all tokens, and of queries that are rotated": prefixed
+            "a prefix is of caches that hold all tokens, and its queries come rotated": prefixed
             and (self.share or self.rotary is not None),
             "latent values are the keys' first columns, in 16 bits": self.latent and (self.widens or self.consumers != 1),
             "a bias and dropout are attention's": self.bias is not None or self.dropout,
