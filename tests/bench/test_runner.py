@@ -169,8 +169,11 @@ def test_all_are_timed_by_graphs_if_one_is_shorter_than_its_launch(monkeypatch, 
         return {name: Stats.of([seconds[name]]) for name in calls}
 
     monkeypatch.setattr(runner, "interleave", interleaved)
-    timed = runner._timed({name: None for name in seconds}, runner.Timing(), torch.device("cuda"))
+    calls = dict.fromkeys(seconds)
+    timed = runner._timed(calls, runner.Timing(), torch.device("cuda"), graphs=True)
     assert {name: set(each) for name, each in timed.items()} == dict.fromkeys(seconds, clocks)
+    timed = runner._timed(calls, runner.Timing(), torch.device("cuda"), graphs=False)
+    assert {name: set(each) for name, each in timed.items()} == {name: {"events", "wall"} for name in seconds}
 
 
 def test_the_package_offers_what_the_command_line_needs():

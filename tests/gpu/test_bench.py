@@ -68,6 +68,15 @@ def test_a_call_that_waits_for_the_gpu_is_timed_with_its_launch():
     assert stats.samples > 3 and stats.median < 1e-3
 
 
+def test_a_call_that_cannot_be_captured_leaves_nothing_behind():
+    b, before = torch.randn(64, device="cuda"), torch.cuda.current_stream()
+    for call in (lambda: (b + 1).sum().item(), lambda: torch.randn(64, device="cuda").sum().item()):
+        with pytest.raises(RuntimeError):
+            median(call, "graph")
+        assert torch.cuda.current_stream() == before and torch.isfinite(torch.randn(64, device="cuda")).all()
+    assert median(lambda: b + 1, "graph") > 0
+
+
 def test_the_ceiling_is_below_the_data_sheet():
     from tilewise.machine.sheets import machine_for
 

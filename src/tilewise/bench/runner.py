@@ -154,7 +154,7 @@ def _rows_of(workload: Workload, impls: list[Impl], timing: Timing, device: torc
     (calls, failed), usual = _calls(workload, prepared, device), {}
     if workload.data != NORMAL:
         usual, _ = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
-    timed = _timed(calls, timing, device)
+    timed = _timed(calls, timing, device, graphs=workload.direction != "bwd")
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
     most = ceiling(device, workload.dtype) if calls else None
     rows = []
@@ -235,15 +235,17 @@ def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str
     return lambda: torch.autograd.grad(attend(q, k, v, **extras), wanted, d_o)
 
 
-def _timed(calls: Calls, timing: Timing, device: torch.device) -> dict[str, dict[str, Stats]]:
-    """For every call, its times by clock. On a GPU all are timed again as the replay of a graph, if one of them is shorter than its own launch."""
+def _timed(calls: Calls, timing: Timing, device: torch.device, graphs: bool) -> dict[str, dict[str, Stats]]:
+    """For every call, its times by clock. On a GPU all are timed again as the replay of a graph, if one of them is shorter than its own launch.
+    graphs: whether one can be made; of gradients alone none can, for autograd launches these in the stream of their forward pass.
+    """
     clocks = timing.clocks if device.type == "cuda" else ("wall",)
     timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
     for clock in clocks:
         stats = timing.interleave(calls, device, clock)
         for name in calls:
             timed[name][clock] = stats[name]
-    short = any(stats["events"].median < GRAPH_BELOW_S for stats in timed.values() if "events" in stats)
+    short = graphs and any(stats["events"].median < GRAPH_BELOW_S for stats in timed.values() if "events" in stats)
     for name, call in calls.items() if short else ():
         try:
             graph = timing.interleave({name: call}, device, "graph")[name]

@@ -12,6 +12,7 @@ import gc
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -156,16 +157,28 @@ def _event_sampler(call: Callable[[], object], device: torch.device, flush: bool
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    """What replays it from a CUDA graph. RuntimeError where none can be made of it, and the process is then as it was before."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
     with torch.cuda.stream(side):
         for _ in range(3):
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except Exception:
+        torch.cuda.set_stream(current)  # where torch left the capture's own
+        _end_capture()
+        raise
     return graph.replay
+
+
+def _end_capture() -> None:
+    """After a capture that failed torch's generator of random numbers still waits for its end, and refuses every call: an empty one ends it."""
+    with warnings.catch_warnings(action="ignore"), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+        pass
 
 
 @dataclass(frozen=True)
