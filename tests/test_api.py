@@ -192,6 +192,17 @@ def test_import_is_light():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_first_call_imports_nothing_heavy():
+    code = (
+        "import sys, torch, tilewise as tw; x = torch.ones(1, 8, 2, 16, requires_grad=True); before = set(sys.modules);"
+        "tw.attention(x, x, x, causal=True).sum().backward();"
+        "tw.decode(x.detach()[:, :1], x.detach(), x.detach(), cache_seqlens=torch.tensor([5], dtype=torch.int32));"
+        "found = {'sympy', 'torch._dynamo', 'torch._inductor', 'torch.fx.experimental.symbolic_shapes'} & sys.modules.keys() - before;"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_several_gpus_need_no_import_of_their_own():
     """`tw.distributed` is there after `import tilewise`, which alone does not import torch.distributed's machinery."""
     code = (
