@@ -9,7 +9,7 @@ import triton_decoding
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
-from tilewise.backends.triton.config import Config
+from tilewise.backends.triton.config import OF_MASKS, Config
 from tilewise.backends.triton.kernels import backward, bias, forward, repair
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
@@ -87,7 +87,7 @@ class Case(NamedTuple):
             "repair_columns": (repair.repair_columns, "dkdv", call.widths),
             "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True}),
         }[self.kernel]
-        config = self.chosen or (call.config_of(purpose) if purpose else bounds.SMALL)
+        config = self.chosen or (call.config_of(purpose, self.mask) if purpose else bounds.SMALL)
         return call.kernel(function, config, "" if self.kernel == "prepare" else self.mask, self.aligned, more)
 
 
@@ -115,6 +115,7 @@ def cases() -> Iterator[Case]:
         yield from (Case(arch, name, head_dim=512, feature="int8") for name in EIGHT_BITS)
         yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
         yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
+    yield from (Case("sm_90", name, head_dim=dim, mask=mask) for family, name, _, dim, mask in OF_MASKS if family == "sm90")
     for arch in RARE:
         yield Case(arch, "prepare")
         yield Case(arch, "prepare", head_dim=512)

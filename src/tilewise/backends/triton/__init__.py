@@ -145,9 +145,10 @@ class Triton(Backend):
 
 
 def _config(call: Call, purpose: str):
+    from tilewise.backends.triton.bound import kind_of
     from tilewise.backends.triton.config import config_of_call, weight_of
 
-    return config_of_call(targets.of_device(call.q.device), purpose, call, weight_of(call))
+    return config_of_call(targets.of_device(call.q.device), purpose, call, weight_of(call), kind_of(call.mask))
 
 
 def _in_rows(call: Call) -> Call:

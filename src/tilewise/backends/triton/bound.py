@@ -23,12 +23,14 @@ from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
-from tilewise.masks import Documents, Mask, Unread
+from tilewise.masks import Documents, Mask, SlidingWindow, Unread
 from tilewise.masks.mask import Plane
 from tilewise.problem import Call, Dropout, in_fp32
 
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
+FEW_KEYS = 2048  # of a window
+BY_NUMBERS = "band", "window"  # kinds of masks that kernels see as numbers for all rows
 MOST_ROWS = 512  # of any program's tile
 OWN = "bias", "slopes", "sink", "rng", "cu_q", "cu_k", "q_scales", "k_scales", "v_scales"  # extras, as tapes name them
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
@@ -42,7 +44,7 @@ class Visible:
         self.find, self.nbytes = None, 0
         self.arguments: dict[str, object] = dict(zip(("row0", "row1", "column0", "column1", "low", "high"), (0,) * 6, strict=True))
         self.kind = kind_of(mask)
-        if self.kind == "band":
+        if self.kind in BY_NUMBERS:
             row0, row1, column0, column1, low, high = band_of(mask, seqlen_q, seqlen_k)
             turned = (column0, column1, row0, row1, -high, -low)
             self.arguments = dict(zip(self.arguments, turned if by_keys else (row0, row1, column0, column1, low, high), strict=True))
@@ -67,9 +69,10 @@ class Visible:
 
 
 def kind_of(mask: Mask) -> str:
-    """How kernels see the mask, their MASK: numbers for all rows, an interval for each, or tables of tiles."""
+    """How kernels see the mask: numbers for all rows, where a window of few keys takes other tiles, an interval for each, or tables of tiles."""
     if mask.kind in ("full", "band"):
-        return "band"
+        sides = (mask.left, mask.right) if isinstance(mask, SlidingWindow) else (None,)
+        return "window" if None not in sides and sum(sides) < FEW_KEYS else "band"
     return "varlen" if documents.by_rows(mask) else "tiles"
 
 
@@ -162,9 +165,10 @@ class Bound:
         self.launchers: dict[tuple, Callable] = {}  # by what `run` was asked for
         self.tapes = Tapes()
 
-    def config_of(self, purpose: str) -> configs.Config:
-        """Of one pass."""
-        return self.chosen.get(purpose) or configs.config_of_call(self.target, purpose, self.like, self.weight)
+    def config_of(self, purpose: str, mask: str = "") -> configs.Config:
+        """Of one pass. mask: in place of the call's, as `kind_of` has it."""
+        kind = mask or kind_of(self.like.mask)
+        return self.chosen.get(purpose) or configs.config_of_call(self.target, purpose, self.like, self.weight, kind)
 
     @property
     def kept(self) -> bool:
@@ -174,7 +178,7 @@ class Bound:
 
     def kernels(self, purpose: str, mask: str = "") -> list[Kernel]:
         """What a pass launches, "forward", "dkdv" or "dq": its kernel, and the one that mends. mask: in place of the call's, as `kind_of` has it."""
-        config, sink = self.config_of(purpose), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
+        config, sink = self.config_of(purpose, mask), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
         mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
         both = {
             "forward": ((forward.forward, sink | self.wanted), (repair.repair_rows, mends)),
@@ -342,6 +346,7 @@ class Bound:
 
     def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
         """The kernel with the constants that it has of these."""
+        mask = "band" if mask in BY_NUMBERS else mask
         constants = self.flags | {"MASK": mask, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages} | more
         constants["V_WIDTH"] = self.widths["V_WIDTH"]
         for names, dim in zip(PARTS, self.dims, strict=True):

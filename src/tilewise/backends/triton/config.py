@@ -61,6 +61,7 @@ def head_class(head_dim: int, head_dim_v: int) -> int:
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
 TIMED = "timed, NVIDIA H100 80GB HBM3, 2026-11-27"
+TIMED_FOR_MASKS = "timed, NVIDIA H200, 2026-11-28, windows of 1,024 keys and documents of 1,024 tokens"
 TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     # (family, pass, bytes of an element, head class): configuration, provenance
     ("sm90", "forward", 2, 64): (Config(128, 64, 4, 3), TIMED),
@@ -69,6 +70,14 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 128): (Config(32, 64, 4, 4), TIMED),
     ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3), TIMED),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 3), TIMED),
+}
+OF_MASKS: dict[tuple[str, str, int, int, str], tuple[Config, str]] = {
+    # as in TABLE, with the kind of mask (`bound.kind_of`): in its place, of calls that leave scores as they are
+    ("sm90", "forward", 2, 64, "window"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    ("sm90", "forward", 2, 64, "varlen"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    ("sm90", "forward", 2, 128, "window"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    ("sm90", "forward", 2, 128, "varlen"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    ("sm90", "dq", 2, 128, "varlen"): (Config(64, 64, 4, 2), TIMED_FOR_MASKS),
 }
 FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     # pass, bytes of an element, head class: {families: (tile_m, tile_n, warps, stages)}
@@ -291,17 +300,22 @@ def weight_of(call: Call) -> Weight:
     return "scores" if call.softcap > 0.0 or call.alibi_slopes is not None else "plain"
 
 
-def config_of(target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, weight: Weight = "plain") -> Config:
-    """Of a pass: "forward", "dkdv" or "dq"."""
-    config, _ = TABLE[target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)]
+def config_of(
+    target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, weight: Weight = "plain", mask: str = "band"
+) -> Config:
+    """Of a pass: "forward", "dkdv" or "dq". mask: its kind, `bound.kind_of`."""
+    key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
+    if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
+        return of_mask[0]
+    config, _ = TABLE[key]
     return lighter(config, purpose, target.family, weight) if target.nvidia else config
 
 
-def config_of_call(target: Target, purpose: str, call: Call, weight: Weight) -> Config:
+def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mask: str) -> Config:
     """Likewise, of a call's pass; of int8 a forward pass has its own."""
     kind = call.q.dtype if call.precision is None else RECIPES[call.precision].qk
     dtype = torch.float16 if kind == E4M3 else kind if purpose == "forward" else call.q.dtype
-    return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight)
+    return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight, mask)
 
 
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold

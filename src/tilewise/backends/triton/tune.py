@@ -50,6 +50,12 @@ class Job(NamedTuple):
         return self.dtype if self.precisions == (None,) else INT8
 
     @property
+    def kind(self) -> str:
+        """Of its masks, where they have one."""
+        kinds = set(map(kind_of, self.masks))
+        return kinds.pop() if len(kinds) == 1 else "band"
+
+    @property
     def workloads(self) -> list[tuple[Mask, str | None]]:
         """What it is timed at, with all masks of a recipe together."""
         return [(mask, precision) for precision in self.precisions for mask in self.masks]
@@ -161,12 +167,13 @@ def search(
 
 def shipped(job: Job) -> Config:
     """The table's."""
-    return config_of(_target(), job.purpose, job.multiplied, job.head_dim, job.head_dim)
+    return config_of(_target(), job.purpose, job.multiplied, job.head_dim, job.head_dim, mask=job.kind)
 
 
 def row(job: Job, config: Config, note: str) -> str:
-    """The line for config.TABLE."""
+    """The line for config.TABLE, or with a kind of mask for config.OF_MASKS."""
     key = _target().family, job.purpose, job.multiplied.itemsize, head_class(job.head_dim, job.head_dim)
+    key = key if job.kind == "band" else (*key, job.kind)
     return f"    {key}: ({config!r}, {note!r}),".replace("'", '"')
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tilewise.backends.triton import merging
 from tilewise.backends.triton.append import Appender
-from tilewise.backends.triton.bound import Bound, finding
+from tilewise.backends.triton.bound import BY_NUMBERS, Bound, finding
 from tilewise.backends.triton.config import MOST_DIM, decodes
 from tilewise.backends.triton.decode import Decoder, Shares
 from tilewise.backends.triton.eight_bits import Quantiser
@@ -78,7 +78,7 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
     if cell.grad and "bias" in cell.extras:
         for each in BIASES:
             by = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
-            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq"), cell.mask, True, by))
+            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by))
     return found
 
 
@@ -87,7 +87,7 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
     where decode does not cover the kind.
     """
     dtype, heads, dims = cell.dtype, cell.group, (cell.head_dim, cell.head_dim_v)
-    if cell.mask != "band" or cell.precision is not None or {"bias", "dropout"} & set(cell.extras) or not decodes(dtype, *dims):
+    if cell.mask not in BY_NUMBERS or cell.precision is not None or {"bias", "dropout"} & set(cell.extras) or not decodes(dtype, *dims):
         return []
 
     def anywhere(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
