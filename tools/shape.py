@@ -55,8 +55,9 @@ def imported(path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def arrows(known: dict[str, Path]) -> Edges:
-    """(room, a room that it imports)."""
-    pairs = {(room(name), room(other)) for name, path in known.items() for other in imported(path, known)}
+    """(room, a room that it imports). Nobody imports a `__main__`, so it is no part of its room."""
+    others = {name: path for name, path in known.items() if not name.endswith(".__main__")}
+    pairs = {(room(name), room(other)) for name, path in others.items() for other in imported(path, known)}
     return {(a, b) for a, b in pairs if a != b}
 
 

@@ -39,7 +39,9 @@ def test_peak_memory_is_exact():
 
 def test_clocks_agree_on_a_long_kernel_and_order_on_a_short_one():
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    fastest = [stats(lambda: a @ a, clock).best for clock in ("events", "wall")]  # of samples that no other process of this GPU took part in
+    fastest = [
+        stats(lambda: a @ a, clock).best for clock in ("events", "wall")
+    ]  # of samples that no other process of this GPU took part in
     assert fastest[0] == pytest.approx(fastest[1], rel=0.2)
     b = torch.randn(64, device="cuda")
     assert median(lambda: b + 1, "graph") < median(lambda: b + 1, "wall")

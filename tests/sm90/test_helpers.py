@@ -19,9 +19,10 @@ from tilewise.backends.hopper import warmup
 from tilewise.backends.hopper.backward import call as backward
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.machine import helpers as programs
+from tilewise.machine import lock
 from tilewise.masks import Causal, Documents, Full, PrefixLM
 from tilewise.problem import Call, Dropout
-from tilewise.sm90 import cache, helpers, jit, lock
+from tilewise.sm90 import cache, helpers, jit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="helpers are for Linux, as the kernels are")
 WAIT_S = 300.0

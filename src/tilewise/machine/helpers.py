@@ -3,7 +3,7 @@
 Processes, because compilers hold Python's lock from the first line that they trace to the end of their last pass: a thread that compiles stops the
 others. They are programs of their own: not forked, as this process has threads and CUDA, and not of multiprocessing, which would run the user's
 script again. They see no GPU. What they compile goes into a cache on disk, where the process that needs a kernel waits for one that is being made
-(sm90/lock.py). So a helper that fails, or is not there, costs nothing: the kernel is compiled where it is needed, and what is wrong with it is said
+(lock.py). So a helper that fails, or is not there, costs nothing: the kernel is compiled where it is needed, and what is wrong with it is said
 there.
 
 A helper imports its compiler, which takes a second, but not torch (standin.py). It waits for more to do for IDLE_S, and ends with this process, or

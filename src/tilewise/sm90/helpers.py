@@ -4,8 +4,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewise.machine import helpers
-from tilewise.sm90 import cache, jit, lock
+from tilewise.machine import helpers, lock
+from tilewise.sm90 import cache, jit
 from tilewise.sm90.jit import Kernel
 
 crew = helpers.Helpers("cutlass.cute,tvm_ffi", "tilewise.sm90.dsl,tilewise.sm90.helpers", lambda: {"CUTE_DSL_ARCH": jit.arch()})

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilewise.sm90 import cache, lock
+from tilewise.machine import lock
+from tilewise.sm90 import cache
 from tilewise.sm90.room import make_room
 from tilewise.views import part
 

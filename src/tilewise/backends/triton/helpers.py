@@ -13,9 +13,8 @@ from tilewise.backends.triton.bound import Bound, finding, kind_of
 from tilewise.backends.triton.eight_bits import Quantiser
 from tilewise.backends.triton.launch import Kernel, build, lock_of, on_disk, source_of
 from tilewise.backends.triton.targets import Target, interpreted
-from tilewise.machine import helpers
+from tilewise.machine import helpers, lock
 from tilewise.problem import Call
-from tilewise.sm90 import lock
 
 crew = helpers.Helpers("triton.compiler", "tilewise.backends.triton.kernels.forward,tilewise.backends.triton.helpers")
 _guard = threading.Lock()

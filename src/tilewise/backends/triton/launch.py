@@ -21,7 +21,7 @@ from tilewise.backends.triton.config import Config
 from tilewise.backends.triton.direct import direct
 from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
-from tilewise.sm90 import lock
+from tilewise.machine import lock
 
 NAMES = {
     torch.float32: "fp32",
@@ -107,7 +107,7 @@ def source_of(kernel: Kernel) -> ASTSource:
 
 
 def lock_of(kernel: Kernel, target: Target) -> Path | None:
-    """The entry whose lock (sm90/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
+    """The entry whose lock (machine/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
     text = repr((kernel.function.__module__, kernel.name, kernel.constants, kernel.dtypes, kernel.config, kernel.aligned, target))
     try:
         return Path(triton.knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.sm90 import lock
+from tilewise.machine import lock
 
 pytestmark = pytest.mark.skipif(lock.fcntl is None, reason="this system has no such locks")
 
