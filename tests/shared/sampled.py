@@ -1,17 +1,20 @@
 """Of parametrised repetitions a sample runs, by a seed of the day, and all where tests may be slow.
 
 `@pytest.mark.sampled(0.2)` takes a fifth of a test's cells, at least one of each kind: each value that more than one of them has, of an argument
-or of a field of one; of a mask, its expression without numbers. The others are marked slow. A test of many cells that is not marked so is sampled
-where TILEWISE_TEST_SHARE is less than 1.
+or of a field of one (of those in `of="mask,name"`, where that is given); of a mask, its expression without numbers. The others are marked slow. A
+test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1. There, too, the tests of long.txt, which take seconds,
+run every second day (tools/long_tests.py writes that list); those marked so run every day, as cells are chosen of them.
 """
 
 import datetime
 import math
 import os
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -20,6 +23,7 @@ TODAY = f"{datetime.datetime.now(datetime.UTC):%Y%m%d}"
 SEED = os.environ.setdefault("TILEWISE_TEST_SEED", TODAY)  # pytest-xdist's workers inherit it: they must agree
 SHARE = float(os.environ.setdefault("TILEWISE_TEST_SHARE", "1"))
 NUMBERS = re.compile(r"[^A-Za-z_()&|~=]+")  # and what lies between them
+LONG = Path(__file__).with_name("long.txt")
 FEW = 2  # cells of a test that is not marked, which are not worth a choice
 
 
@@ -55,7 +59,18 @@ def properties(value) -> set[Hashable]:
 
 
 def _of_item(item: pytest.Item) -> set[Hashable]:
-    return {(name, kind) for name, value in item.callspec.params.items() for kind in properties(value)}
+    mark, found = item.get_closest_marker("sampled"), set()
+    of = mark.kwargs.get("of", "").split(",") if mark and mark.kwargs else []
+    for name, value in item.callspec.params.items():
+        kinds = [(name, kind) for kind in properties(value)]
+        found |= {kind for kind in kinds if not of or name in of or (isinstance(kind[1], tuple) and kind[1][0] in of)}
+    return found
+
+
+def resting(tests: Sequence[str], seed: str) -> set[str]:
+    """Those that do not run on the day of that seed: every second one, and the others on the next day."""
+    day = datetime.datetime.strptime(seed, "%Y%m%d").toordinal() if re.fullmatch(r"2\d{7}", seed) else zlib.crc32(seed.encode())
+    return set(sorted(tests)[day % 2 :: 2])
 
 
 def _share(item: pytest.Item) -> float:
@@ -76,6 +91,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, item in enumerate(grid):
             if place not in kept:
                 item.add_marker(pytest.mark.slow)
+    off = resting(LONG.read_text().split(), SEED) if SHARE < 1.0 and LONG.exists() else set()
+    for item in items:
+        if item.nodeid.partition("[")[0] in off and not item.get_closest_marker("sampled"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(trylast=True)

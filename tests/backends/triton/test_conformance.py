@@ -30,7 +30,7 @@ def test_cases(case):
     interpreted(held, "run_case", case)
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.05, of="name,mask,dtype")
 @pytest.mark.parametrize("name", ["run_hidden", "run_spoiled", "run_scattered", "run_row_max"])
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
 def test_nothing_hidden_is_read(case, name):
