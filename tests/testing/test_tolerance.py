@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewise.backends.reference import Reference, eager
-from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.backends.tiled import Tiled
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 from tilewise.testing import tolerance
 from tilewise.testing.cases import FEATURES, Case, make, upstream
 from tilewise.testing.conformance import run_case
@@ -100,6 +101,17 @@ def test_a_row_where_naive_is_exact_is_not_held_to_that():
     naive = NAIVE.clone()
     naive[0, 0] = REF[0, 0]
     check("o", REF + 1e-3 * NOISE.flip(0), REF, naive)
+
+
+def test_outputs_that_were_subnormal_may_leave_their_error_to_a_gradient():
+    """O near 1e-8 is rounded to steps of 6e-8 in fp16; the sink's gradient, of its sum with dO, is as far off by any kernel and by the naive formula."""
+    case = Case(
+        batch=2, seqlen_q=99, seqlen_k=279, heads_q=4, heads_k=2, head_dim=32, mask=Documents([0, 1]), dtype="fp16", alibi="h", sink=True
+    )
+    call, (d_o, d_lse) = make(case, 1), upstream(case, 1)
+    o, lse = Tiled().forward(call)
+    assert o[:, 0, 0].abs().max() < 1e-6
+    check_gradients(call, Tiled().backward(call, o, lse, d_o, d_lse), d_o, d_lse)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
