@@ -104,7 +104,7 @@ def test_a_row_where_naive_is_exact_is_not_held_to_that():
 
 
 def test_outputs_that_were_subnormal_may_leave_their_error_to_a_gradient():
-    """O near 1e-8 is rounded to steps of 6e-8 in fp16; the sink's gradient, of its sum with dO, is as far off by any kernel and by the naive formula."""
+    """O near 1e-8 is rounded to steps of 6e-8 in fp16; the sink's gradient, of its sum with dO, is as far off by any kernel and by naive."""
     case = Case(
         batch=2, seqlen_q=99, seqlen_k=279, heads_q=4, heads_k=2, head_dim=32, mask=Documents([0, 1]), dtype="fp16", alibi="h", sink=True
     )
