@@ -12,6 +12,8 @@ FAST = (
     "attention, padding",
     "decode, every operand",
 )  # the others take the same ways
+# How many results Inductor leaves as they are: it fuses what torch adds up, merged parts and the gradients of a bias of one key and of several sinks.
+EXACT = {"merge": 0, "attention, padding": 5, "attention, every operand": 6, "attention, tiled": 6}
 DRAWN = "attention, seed drawn"  # from the compiled program's generator
 
 
@@ -44,4 +46,6 @@ def test_inductor(name):
     function = FUNCTIONS[name]
     compiled = function._replace(call=torch.compile(function.call, fullgraph=True))
     for _ in range(2):
-        (check_close if name == "merge" else check_equal)(of(compiled, function.make()), plain(name))  # torch's own operations are fused
+        found, want, exact = of(compiled, function.make()), plain(name), EXACT.get(name)
+        check_equal(found[:exact], want[:exact])
+        check_close(found[exact:], want[exact:])
