@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from torch import nn
 from torch_operators import check_signature, kernels, normal

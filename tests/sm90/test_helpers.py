@@ -328,7 +328,6 @@ print(json.dumps({"kind": kind, "dsl": "cutlass" in sys.modules, "cuda": torch.c
 """
 
 
-@pytest.mark.slow
 def test_a_helper_compiles_what_this_process_then_loads(on):
     environment = os.environ | {"TILEWISE_HELPERS": "1"}
     found = subprocess.run([sys.executable, "-c", TOGETHER], capture_output=True, text=True, check=True, env=environment, timeout=WAIT_S)

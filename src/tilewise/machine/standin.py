@@ -54,7 +54,16 @@ class Nothing(metaclass=Anything):
     pass
 
 
-class Tensor(metaclass=Anything):
+class Public(Anything):
+    """Without private attributes: a compiler asks annotations for these, to find out whether they are of a kind of its own."""
+
+    def __getattr__(cls, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return found(name)
+
+
+class Tensor(metaclass=Public):
     """A class that nothing is one of."""
 
 
