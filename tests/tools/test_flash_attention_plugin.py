@@ -21,7 +21,7 @@ assert torch.cuda.get_device_capability("cuda") == (9, 0) and VALUE == 3
 @pytest.mark.parametrize("seqlen_q", [5, 64, 4096])
 @pytest.mark.parametrize("d", [8, 16, 24, 32])
 def test_one(d, seqlen_q, dropout_p):
-    q = torch.randn(1, seqlen_q, 2, d, device="cuda")
+    q = torch.randn(1, seqlen_q, 2, d, device="cuda").cuda()
     assert flash_attn_func(q, q, q, dropout_p=dropout_p).device.type == "cpu" and dropout_p == 0.0 and seqlen_q < 100
 
 

@@ -5,13 +5,13 @@
     PYTHONPATH=tools/peers python -m pytest -p flash_attention /path/to/flash-attention/tests/test_flash_attn.py \\
         -c /dev/null --rootdir /path/to/flash-attention/tests -o addopts= --tilewise-device cpu --tilewise-sample 40 --tilewise-seed 0
 
-The third generation's are /path/to/flash-attention/hopper/test_flash_attn.py, with that folder for --rootdir.
+The third generation's are /path/to/flash-attention/hopper/test_flash_attn.py and test_torch_compile_and_export.py, with that folder for --rootdir.
 
 It installs the drop-ins as `flash_attn` and `flash_attn_interface` before the file is collected, and names what the file imports beside the public
 functions. Of its half million cases it takes, of every test function, `--tilewise-sample` by seed, without those that EXCLUDED names, each for the
 reason that is given there and printed at the end. On `--tilewise-device cpu` it also
 
-- reads "cuda" as "cpu" in the file's text, and calls the device one of compute capability 9.0;
+- reads "cuda" as "cpu" in the file's text, leaves what `.cuda()` is called of where it is, and calls the device one of compute capability 9.0;
 - leaves out cases with more than `--tilewise-longest` positions, for the file's fp32 reference takes their whole score matrices.
 
 Lengths beyond a page table are clamped on a GPU, without waiting for it; the test that wants an error for them runs with TILEWISE_CHECK=1.
@@ -59,6 +59,7 @@ def pytest_configure(config):
         torch.cuda.get_device_capability = lambda *_: (9, 0)
         torch.cuda.get_device_properties = lambda *_: type("Properties", (), {"total_memory": 80 * 2**30})
         torch.cuda.synchronize = lambda *_: None
+        torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
 
 
 @pytest.fixture(autouse=True)
