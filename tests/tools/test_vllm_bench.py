@@ -1,0 +1,48 @@
+"""tools/gpu/vllm_bench.py with an engine that is not vLLM: what it leaves out, what a step is, and what differs first."""
+
+import importlib
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    for folder in ("tools", "tools/gpu"):
+        monkeypatch.syspath_prepend(Path(__file__).parents[2] / folder)
+    return importlib.import_module("vllm_bench")
+
+
+def test_a_step_is_the_difference_of_two_runs_and_prompts_are_their_own(bench, monkeypatch):
+    asked = []
+
+    def generated(llm, prompts, tokens, logprobs=None):
+        asked.append([tuple(each["prompt_token_ids"]) for each in prompts])
+        return None, 7.0 + 0.002 * tokens
+
+    monkeypatch.setattr(bench, "generated", generated)
+    options = Namespace(lengths=[40, 300], sequences=[1, 3], new=[10], cached=[0, 30])
+    small, several, alone, left_out = bench.decode(None, 400, options)
+    assert small["ms"] == several["ms"] == alone["ms"] == pytest.approx(2.0)
+    assert (left_out["sequences"], left_out["length"]) == (3, 300) and "400" in left_out["left_out"]
+    assert len(set(asked[-1])) == 1 and {len(each) for each in asked[8]} == {40} and len(set(asked[8])) == 3
+    asked.clear()
+    first, behind = bench.prefill(None, 400, options)
+    assert first["cached"] == 0 and behind["tokens_per_s"] == pytest.approx(10 / 7.002)
+    assert len(asked[4][0]) == 30 and all(each[0][:30] == asked[4][0] for each in asked[5:]) and len({each[0] for each in asked[5:]}) == 4
+
+
+def test_what_is_said_is_compared_up_to_the_first_difference(bench, monkeypatch, tmp_path):
+    kept = []
+    monkeypatch.setattr(bench, "keep", lambda row, options: kept.append(row))
+    said = {"A.eager": [[(5, -1.0), (6, -2.0)], [(1, -1.0)]], "B.graphs": [[(5, -1.25), (7, -9.0)], [(1, -1.125)]]}
+    for name, tokens in said.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(tokens))
+    bench.compare(tmp_path, Namespace(backends="A,B", dtype="bfloat16"))
+    assert [(row["backend"], row["way"], row["tokens"], row["before_the_first_difference"]) for row in kept] == [
+        ("A", "eager", 3, 3),
+        ("B", "graphs", 3, 2),
+    ]
+    assert [row["largest_difference_of_logprobs"] for row in kept] == [0.0, 0.25]

@@ -1,0 +1,228 @@
+"""vLLM's engine on one GPU by its attention backends: whether they say the same, and how long a token and a prompt take.
+
+    python tools/gpu/vllm_bench.py --out rows.jsonl                        CUSTOM (tilewise), FLASH_ATTN and TRITON_ATTN
+    python tools/gpu/vllm_bench.py --parts decode --sequences 1,16 --lengths 1024,8192
+
+It needs vLLM 0.26.0 and transformers. Each backend has a process of its own, and each row is one JSON line. Parts:
+
+agree    64 requests of 1 to 900 tokens to a small random model in bf16, eager and with CUDA graphs: log-probabilities of the tokens that were chosen,
+         next to the first backend's, up to the first token that differs.
+decode   layers of an 8B model (32 heads of 128, 8 of keys) with random weights: milliseconds of a step of so many sequences of so many tokens, by the
+         difference of two runs that find their prompts in the prefix cache. The first run of each cell writes that cache.
+prefill  new tokens a second behind so many tokens that are in the cache.
+
+Cells that do not fit the cache are left out, and said.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "src")]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}  # fmt: skip
+PARTS = "agree", "decode", "prefill"
+REQUESTS, LONGEST = 64, 900
+SHORT, LONG = 8, 40  # tokens of the two runs of which a step's time is the difference
+TURNS = 3
+PAGE = 16
+OF_8B = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
+}  # fmt: skip
+
+
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--backends", default="FLASH_ATTN,CUSTOM,TRITON_ATTN", help="the first is the one to compare with; default: %(default)s"
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=8, help="of the 8B model's 32 (default: %(default)s)")
+    parser.add_argument("--sequences", type=numbers, default=[1, 16, 64, 256], metavar="N,...")
+    parser.add_argument("--lengths", type=numbers, default=[1024, 8192, 32768], metavar="N,...")
+    parser.add_argument("--new", type=numbers, default=[1024, 4096, 16384], metavar="N,...")
+    parser.add_argument("--cached", type=numbers, default=[0, 16384, 65536], metavar="N,...")
+    parser.add_argument("--hidden", type=int, default=0, help="a smaller model, for a rehearsal")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", default="vllm.jsonl", metavar="FILE")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # backend;part;eager, in a process of its own
+    options = parser.parse_args()
+    if options.one:
+        backend, part, eager = options.one.split(";")
+        return child(backend, part, eager == "eager", options)
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TILEWISE_VLLM_MODELS"] = folder
+        for backend, part in itertools.product(options.backends.split(","), options.parts.split(",")):
+            for way in ("eager", "graphs") if part == "agree" else ("graphs",):
+                command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{backend};{part};{way}"]
+                start = time.perf_counter()
+                code = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
+                failed += code != 0
+                print(f"{backend} {part} {way}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
+        if "agree" in options.parts:
+            compare(Path(folder), options)
+    return int(failed > 0)
+
+
+def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> int:
+    folder = Path(os.environ["TILEWISE_VLLM_MODELS"])
+    if part == "agree":
+        said = agree(engine(small_model(folder), backend, eager, options.dtype, 2048, 2048), options)
+        (folder / f"{backend}.{'eager' if eager else 'graphs'}.json").write_text(json.dumps(said))
+        return 0
+    llm = engine(
+        large_model(folder, options), backend, eager, options.dtype, max(options.new) if part == "prefill" else 16384,
+        max(*options.lengths, max(options.cached) + max(options.new)) + LONG + PAGE, dummy=True, sequences=max(options.sequences),
+    )  # fmt: skip
+    room = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * llm.llm_engine.vllm_config.cache_config.block_size
+    for row in decode(llm, room, options) if part == "decode" else prefill(llm, room, options):
+        keep({"part": part, "backend": backend, "layers": options.layers, "dtype": options.dtype, **row}, options)
+    return 0
+
+
+def engine(model: Path, backend: str, eager: bool, dtype: str, batched: int, longest: int, dummy: bool = False, sequences: int = REQUESTS):
+    from vllm import LLM
+
+    given = ({"load_format": "dummy"} if dummy else {}) | {"gpu_memory_utilization": 0.2 if backend.startswith("CPU") else 0.9}
+    if backend == "CPU":  # a rehearsal: the CPU's platform takes no name
+        from tilewise.compat import vllm as plugin
+
+        os.environ["TILEWISE_VLLM_CPU"] = "1"
+        plugin.register()
+    elif backend == "CUSTOM":
+        from tilewise.compat import vllm as plugin
+
+        plugin.register()
+    if not backend.startswith("CPU"):
+        given["attention_backend"] = backend
+    else:
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return LLM(
+        model=str(model), dtype=dtype, enforce_eager=eager, skip_tokenizer_init=True, max_model_len=longest, max_num_seqs=sequences,
+        max_num_batched_tokens=batched, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0, **given,
+    )  # fmt: skip
+
+
+def small_model(folder: Path) -> Path:
+    import vllm_tokens
+
+    if not (folder / "llama").exists():
+        vllm_tokens.save("llama", folder / "llama")
+    return folder / "llama"
+
+
+def large_model(folder: Path, options: argparse.Namespace) -> Path:
+    from transformers import LlamaConfig
+
+    sizes = OF_8B | {"num_hidden_layers": options.layers, "max_position_embeddings": 1 << 17}
+    if options.hidden:
+        sizes |= {
+            "hidden_size": options.hidden,
+            "intermediate_size": 2 * options.hidden,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+        }
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, dtype=options.dtype, **sizes)
+    config.save_pretrained(folder / "large")
+    return folder / "large"
+
+
+def prompt(draw: random.Random, length: int) -> dict:
+    return {"prompt_token_ids": [draw.randrange(3, 1000) for _ in range(length)]}
+
+
+def generated(llm, prompts: list[dict], tokens: int, logprobs: int | None = None):
+    """What it says, and seconds."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs)
+    start = time.perf_counter()
+    found = llm.generate(prompts, asked, use_tqdm=False)
+    return found, time.perf_counter() - start
+
+
+def agree(llm, options: argparse.Namespace) -> list:
+    draw = random.Random(1)
+    prompts = [prompt(draw, draw.randint(1, LONGEST)) for _ in range(REQUESTS)]
+    outputs = [each.outputs[0] for each in generated(llm, prompts, 32, logprobs=1)[0]]
+    return [[(token, of[token].logprob) for of, token in zip(each.logprobs, each.token_ids, strict=True)] for each in outputs]
+
+
+def compare(folder: Path, options: argparse.Namespace) -> None:
+    """A row for each backend and way, next to the first one's eager run."""
+    first = options.backends.split(",")[0]
+    said = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.*.json"))}
+    base = said.get(f"{first}.eager")
+    for name, found in said.items() if base is not None else ():
+        alike, apart = 0, 0.0
+        for one, other in zip(base, found, strict=True):
+            for (token, logprob), (own, its) in zip(one, other, strict=True):
+                if token != own:
+                    break
+                alike, apart = alike + 1, max(apart, abs(logprob - its))
+        backend, _, way = name.partition(".")
+        row = {"tokens": sum(map(len, base)), "before_the_first_difference": alike, "largest_difference_of_logprobs": apart}
+        keep({"part": "agree", "backend": backend, "way": way, "of": f"{first}.eager", "dtype": options.dtype, **row}, options)
+
+
+def decode(llm, room: int, options: argparse.Namespace):
+    for length, sequences in itertools.product(options.lengths, options.sequences):
+        cell = {"sequences": sequences, "length": length}
+        if sequences * (length + LONG + PAGE) > room:
+            yield {**cell, "left_out": f"{sequences * length} tokens, where the cache has {room}"}
+            continue
+        draw = random.Random(length * 1000 + sequences)
+        prompts = [prompt(draw, length) for _ in range(sequences)]
+        generated(llm, prompts, 1)
+        generated(llm, prompts, SHORT)
+        taken = [[generated(llm, prompts, tokens)[1] for tokens in (SHORT, LONG)] for _ in range(TURNS)]
+        steps = [(long - short) / (LONG - SHORT) for short, long in taken]
+        yield {**cell, "ms": 1e3 * statistics.median(steps), "all_ms": [1e3 * each for each in steps]}
+
+
+def prefill(llm, room: int, options: argparse.Namespace):
+    for cached, new in itertools.product(options.cached, options.new):
+        cell = {"new": new, "cached": cached}
+        if cached + new > room:
+            yield {**cell, "left_out": f"{cached + new} tokens, where the cache has {room}"}
+            continue
+        draw = random.Random(cached * 1000 + new)
+        behind = prompt(draw, cached)["prompt_token_ids"]
+        if cached:
+            generated(llm, [{"prompt_token_ids": behind}], 1)
+        taken = []
+        for _ in range(TURNS + 1):  # the first may compile
+            whole = {"prompt_token_ids": behind + prompt(draw, new)["prompt_token_ids"]}
+            taken.append(generated(llm, [whole], 1)[1])
+        yield {**cell, "tokens_per_s": new / statistics.median(taken[1:]), "all_s": taken}
+
+
+def keep(row: dict, options: argparse.Namespace) -> None:
+    import vllm
+
+    from tilewise.bench.provenance import provenance
+
+    device = "cpu" if options.backends.startswith("CPU") else "cuda"
+    line = json.dumps({"set": "vllm", **row, "environment": provenance(device) | {"vllm": vllm.__version__}})
+    print(line[:300], flush=True)
+    with open(options.out, "a", encoding="utf-8") as file:
+        print(line, file=file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
