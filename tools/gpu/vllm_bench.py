@@ -60,16 +60,16 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", default="vllm.jsonl", metavar="FILE")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # backend;part;eager, in a process of its own
+    parser.add_argument("--models", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         backend, part, eager = options.one.split(";")
         return child(backend, part, eager == "eager", options)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TILEWISE_VLLM_MODELS"] = folder
         for backend, part in itertools.product(options.backends.split(","), options.parts.split(",")):
             for way in ("eager", "graphs") if part == "agree" else ("graphs",):
-                command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{backend};{part};{way}"]
+                command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{backend};{part};{way}", "--models", folder]
                 start = time.perf_counter()
                 code = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
                 failed += code != 0
@@ -80,7 +80,7 @@ def main() -> int:
 
 
 def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> int:
-    folder = Path(os.environ["TILEWISE_VLLM_MODELS"])
+    folder = Path(options.models)
     if part == "agree":
         said = agree(engine(small_model(folder), backend, eager, options.dtype, 2048, 2048), options)
         (folder / f"{backend}.{'eager' if eager else 'graphs'}.json").write_text(json.dumps(said))

@@ -59,6 +59,7 @@ def _taken(entry: Path) -> int | None:
 
 
 def _give_back(entry: Path, handle: int) -> None:
+    assert fcntl is not None  # or there would be no handle
     try:
         _path(entry).unlink(missing_ok=True)  # while it is held, so that nobody takes a name that goes
         fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the handle too
