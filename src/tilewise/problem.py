@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.errors import EIGHT_BITS
+from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.masks import Mask, Part, Unread
 
 INT32 = 2**31 - 1
@@ -383,8 +383,12 @@ def _scaled(scale: Tensor | None, tokens: int) -> str:
 
 def one_sink(sink: Tensor | None) -> Tensor | None:
     """Sinks (tokens, heads_q) as one a head, which counts for as much as all of them; anything else as it is."""
-    if not isinstance(sink, Tensor) or sink.is_nested or sink.dim() != 2 or not sink.is_floating_point() or sink.itemsize < 2:
+    if not isinstance(sink, Tensor) or sink.is_nested or sink.layout != torch.strided or sink.dim() != 2:
         return sink
+    if not sink.is_floating_point() or sink.itemsize < 2:
+        return sink
+    if not torch.compiler.is_compiling() and not sink.is_meta:
+        check_memory(sink=sink)  # torch's own operations would read where there is none
     return sink.to(torch.promote_types(sink.dtype, torch.float32)).logsumexp(0)
 
 
