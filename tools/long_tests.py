@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 LONG = Path(__file__).parents[1] / "tests/shared/long.txt"
-LEAST_S = 2.0
+LEAST_S = 1.0
 LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(tests/[^\s:]+::[^\s\[]+)")
 
 

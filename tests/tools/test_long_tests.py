@@ -6,7 +6,7 @@ from pathlib import Path
 SAID = """
 9.15s setup    tests/docs/test_a.py::test_recipes[rung]
 3.00s call     tests/docs/test_a.py::test_recipes[b]
-1.99s call     tests/emulated/test_b.py::test_cases[b1-q150k150-h1/1 and::more]
+0.99s call     tests/emulated/test_b.py::test_cases[b1-q150k150-h1/1 and::more]
 2.10s call     tests/emulated/test_b.py::test_alone
 (13503 durations < 0.02s hidden.)
 """
