@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed
 	$(RUN) -m tilewise demo
 
-# A third of each grid a day, and at least one of each kind; of tests that take seconds every second; the rest is in `make test-slow`
+# A third of each grid a day, and at least one of each kind; of tests that take a second every second one; the rest is in `make test-slow`
 # (tests/shared/sampled.py). All at once: TILEWISE_TEST_SHARE=1.
 test test-slow: export TILEWISE_TEST_SHARE ?= 0.33
 

@@ -1,8 +1,8 @@
-"""Writes the list of tests that `make test` runs every second day (tests/shared/sampled.py): those of which a cell takes seconds.
+"""Writes the list of tests that `make test` runs every second day (tests/shared/sampled.py): those of which a cell takes a second.
 
     TILEWISE_TEST_SHARE=0.33 python -m pytest -n auto --durations=0 > run.log; python tools/long_tests.py run.log
 
-What it prints is the list; a test that is not in that run, resting, stays as it was.
+A test that is not in that run, as it rests, stays in the list.
 """
 
 import re

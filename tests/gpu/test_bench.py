@@ -21,12 +21,12 @@ def ones(megabytes):
     return torch.ones(megabytes * MB, dtype=torch.uint8, device="cuda")
 
 
-def stats(call, clock):
+def timed(call, clock):
     return interleave({"call": call}, budget_s=0.1, device="cuda", clock=clock)["call"]
 
 
 def median(call, clock):
-    return stats(call, clock).median
+    return timed(call, clock).median
 
 
 def test_peak_memory_is_exact():
@@ -39,9 +39,8 @@ def test_peak_memory_is_exact():
 
 def test_clocks_agree_on_a_long_kernel_and_order_on_a_short_one():
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    fastest = [
-        stats(lambda: a @ a, clock).best for clock in ("events", "wall")
-    ]  # of samples that no other process of this GPU took part in
+    # The fastest of the samples: that of no other process on this GPU.
+    fastest = [timed(lambda: a @ a, clock).best for clock in ("events", "wall")]
     assert fastest[0] == pytest.approx(fastest[1], rel=0.2)
     b = torch.randn(64, device="cuda")
     assert median(lambda: b + 1, "graph") < median(lambda: b + 1, "wall")

@@ -2,7 +2,7 @@
 
 `@pytest.mark.sampled(0.2)` takes a fifth of a test's cells, at least one of each kind: each value that more than one of them has, of an argument
 or of a field of one (of those in `of="mask,name"`, where that is given); of a mask, its expression without numbers. The others are marked slow. A
-test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1. There, too, the tests of long.txt, which take seconds,
+test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1. There, too, the tests of long.txt, which take a second,
 run every second day (tools/long_tests.py writes that list); those marked so run every day, as cells are chosen of them.
 """
 
@@ -60,10 +60,12 @@ def properties(value) -> set[Hashable]:
 
 def _of_item(item: pytest.Item) -> set[Hashable]:
     mark, found = item.get_closest_marker("sampled"), set()
-    of = mark.kwargs.get("of", "").split(",") if mark and mark.kwargs else []
+    of = set(mark.kwargs["of"].split(",")) if mark and "of" in mark.kwargs else set()
     for name, value in item.callspec.params.items():
-        kinds = [(name, kind) for kind in properties(value)]
-        found |= {kind for kind in kinds if not of or name in of or (isinstance(kind[1], tuple) and kind[1][0] in of)}
+        for kind in properties(value):
+            field = kind[0] if isinstance(kind, tuple) else name
+            if not of or of & {name, field}:
+                found.add((name, kind))
     return found
 
 

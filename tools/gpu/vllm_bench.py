@@ -82,7 +82,7 @@ def main() -> int:
 def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> int:
     folder = Path(options.models)
     if part == "agree":
-        said = agree(engine(small_model(folder), backend, eager, options.dtype, 2048, 2048), options)
+        said = agree(engine(small_model(folder), backend, eager, options.dtype, 2048, 2048))
         (folder / f"{backend}.{'eager' if eager else 'graphs'}.json").write_text(json.dumps(said))
         return 0
     llm = engine(
@@ -99,19 +99,14 @@ def engine(model: Path, backend: str, eager: bool, dtype: str, batched: int, lon
     from vllm import LLM
 
     given = ({"load_format": "dummy"} if dummy else {}) | {"gpu_memory_utilization": 0.2 if backend.startswith("CPU") else 0.9}
-    if backend == "CPU":  # a rehearsal: the CPU's platform takes no name
-        from tilewise.compat import vllm as plugin
-
-        os.environ["TILEWISE_VLLM_CPU"] = "1"
-        plugin.register()
-    elif backend == "CUSTOM":
-        from tilewise.compat import vllm as plugin
-
-        plugin.register()
-    if not backend.startswith("CPU"):
-        given["attention_backend"] = backend
+    if backend.startswith("CPU"):  # a rehearsal: the CPU's platform takes no name
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TILEWISE_VLLM_CPU": str(int(backend == "CPU"))}
     else:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        given["attention_backend"] = backend
+    if backend in ("CPU", "CUSTOM"):
+        from tilewise.compat import vllm as plugin
+
+        plugin.register()
     return LLM(
         model=str(model), dtype=dtype, enforce_eager=eager, skip_tokenizer_init=True, max_model_len=longest, max_num_seqs=sequences,
         max_num_batched_tokens=batched, enable_chunked_prefill=True, enable_prefix_caching=True, seed=0, **given,
@@ -156,7 +151,7 @@ def generated(llm, prompts: list[dict], tokens: int, logprobs: int | None = None
     return found, time.perf_counter() - start
 
 
-def agree(llm, options: argparse.Namespace) -> list:
+def agree(llm) -> list:
     draw = random.Random(1)
     prompts = [prompt(draw, draw.randint(1, LONGEST)) for _ in range(REQUESTS)]
     outputs = [each.outputs[0] for each in generated(llm, prompts, 32, logprobs=1)[0]]

@@ -60,7 +60,7 @@ class Public(Anything):
     def __getattr__(cls, name: str):
         if name.startswith("_"):
             raise AttributeError(name)
-        return found(name)
+        return super().__getattr__(name)
 
 
 class Tensor(metaclass=Public):

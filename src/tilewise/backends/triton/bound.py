@@ -69,7 +69,9 @@ class Visible:
 
 
 def kind_of(mask: Mask) -> str:
-    """How kernels see the mask: numbers for all rows, where a window of few keys takes other tiles, an interval for each, or tables of tiles."""
+    """How kernels see the mask: by numbers for all rows ("band", or "window" of few keys, which may have other tiles), by an interval for each
+    ("varlen"), or by tables of tiles ("tiles").
+    """
     if mask.kind in ("full", "band"):
         sides = (mask.left, mask.right) if isinstance(mask, SlidingWindow) else (None,)
         return "window" if None not in sides and sum(sides) < FEW_KEYS else "band"
