@@ -81,7 +81,7 @@ def main() -> None:
         return
     for feature in options.features.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            environment = os.environ | {"TRITON_CACHE_DIR": folder}
+            environment = os.environ | {"TRITON_CACHE_DIR": folder, "TILEWISE_CACHE_DIR": folder}
             for cache in ("empty", "on disk"):
                 command = [sys.executable, __file__, "--feature", feature, "--backend", options.backend]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
