@@ -118,7 +118,7 @@ def test_what_it_answers(backend):
     assert (Backend.get_name(), Backend.get_impl_cls(), Backend.get_builder_cls()) == ("CPU_ATTN", backend.Impl, backend.Builder)
     assert Backend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 128) and not Backend.forward_includes_kv_cache_update
     assert [Backend.get_kv_cache_stride_order(layers) for layers in (False, True)] == [(0, 2, 1, 3), (1, 0, 3, 2, 4)]
-    assert Backend.get_supported_kernel_block_sizes()[0].base == 16
+    assert Backend.get_supported_kernel_block_sizes()[0].base == Backend.get_preferred_block_size(16) == 16
     assert Backend.supports_sink() and Backend.supports_sliding_window() and Backend.supports_batch_invariance() and not Backend.is_mla()
     assert backend.Builder._cudagraph_support is standin.AttentionCGSupport.UNIFORM_BATCH
     words = {"block_size": 16, "use_mla": False, "has_sink": False, "use_sparse": False, "use_mm_prefix": False}
@@ -138,6 +138,7 @@ def test_on_a_gpu_it_has_another_name_and_no_fp32(monkeypatch):
     module = importlib.import_module("tilewise.compat.vllm_backend")
     try:
         assert module.Backend.get_name() == "CUSTOM"
+        assert [module.Backend.get_preferred_block_size(size) for size in (16, 128)] == [64, 128]
         assert "in pieces of 16 bytes, which a head size of 72 is no multiple of" in module.why_not(72, torch.bfloat16, "fp8")
         assert module.why_not(80, torch.bfloat16, "fp8") is module.why_not(72, torch.bfloat16, "auto") is None
         assert module.why_not(64, torch.float32, None) == "tilewise serves float32 on CPUs alone; load the model in bfloat16 or float16"

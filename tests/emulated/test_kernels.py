@@ -11,7 +11,7 @@ from emulator.machine import PACES
 from emulator.memory import Fault
 
 from tilewise.backends.hopper.backward import plan
-from tilewise.masks import Causal, Documents, Full, Padding, PrefixLM, SlidingWindow
+from tilewise.masks import Causal, Documents, FirstKeys, Full, Padding, PrefixLM, PrefixTree, SlidingWindow
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
@@ -51,6 +51,11 @@ MORE = [
         )
     ),
     *(Case(**SMALL | dict(mask=mask, seqlen_q=m, seqlen_k=n, head_dim=d)) for d in (64, 128) for mask, m, n in MOVED),
+    # By tables, of heads that ascend and others that descend; keys that all queries see, with the longest walks.
+    *(
+        Case(**SMALL | dict(head_dim=d, heads_q=4, heads_k=4, seqlen_q=330, seqlen_k=330, mask=mask))
+        for d, mask in ((64, SlidingWindow(60, 0) | FirstKeys(70)), (128, PrefixTree((-1, 0, 1, 0), (70, 90, 50, 120))))
+    ),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),
     Case(**ONE_HEAD | dict(head_dim=256, mask=Causal())),

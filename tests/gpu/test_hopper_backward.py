@@ -14,7 +14,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import LONG, TILES
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Dense, Documents, Full, SlidingWindow
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PrefixTree, SlidingWindow
 from tilewise.problem import Call
 from tilewise.sm90.jit import tensors_of
 from tilewise.testing import conformance
@@ -422,6 +422,18 @@ def test_many_runs_of_long_sequences_have_the_same_bits(dims, heads, seqlen, mas
     sizes = (heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])
     q, k, v = (torch.randn(16384 // seqlen, seqlen, *size, device="cuda").bfloat16() for size in sizes)
     same_bits(Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True), runs=150)
+
+
+@pytest.mark.parametrize("mask", [PrefixTree.group(1100, [500] * 6), SlidingWindow(200, 0) | FirstKeys(130)], ids=repr)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_keys_that_most_queries_see(dims, mask):
+    """Their walks are the longest, and most other blocks add to tiles of theirs; of heads that ascend and others that descend."""
+    for heads_q, heads_k, batch in ((16, 4, 1), (12, 12, 3)):
+        sizes = {"seqlen_q": 4100, "seqlen_k": 4100, "heads_q": heads_q, "heads_k": heads_k, "batch": batch}
+        held(Case(**sizes, head_dim=dims[0], head_dim_v=dims[1], mask=mask, dtype="bf16"))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4100, heads, dim, device="cuda").bfloat16() for heads, dim in ((32, dims[0]), (8, dims[0]), (8, dims[1])))
+    same_bits(Call(q=q, k=k, v=v, mask=mask, scale=dims[0] ** -0.5, grad=True), runs=100)
 
 
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(50, 0)], ids=repr)

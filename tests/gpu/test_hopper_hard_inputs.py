@@ -3,10 +3,9 @@
 `tilewise bench --set hard-inputs` has the whole table. To be run with nothing else on the GPU.
 """
 
-import os
-
 import pytest
 import torch
+from alone import ALONE
 from hopper_problems import NEEDS_HOPPER
 
 from tilewise.backends.hopper import Hopper
@@ -26,9 +25,7 @@ MASKS = [Full(), Causal(), SlidingWindow(1023, 0), padded(SEQLEN)]
 ABOVE = {"cauchy": 1.85, "largest scores": 3.5, "nan in v": 3.3, "inf in v": 3.3, "overflown": 4.5}
 
 
-@pytest.mark.skipif(
-    "PYTEST_XDIST_WORKER" in os.environ, reason="times say something of a GPU that nobody else uses: run this file without -n"
-)
+@ALONE
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("mask", MASKS, ids=repr)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

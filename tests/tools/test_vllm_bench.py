@@ -15,21 +15,38 @@ def bench(monkeypatch):
     return importlib.import_module("vllm_bench")
 
 
-def test_a_step_is_the_difference_of_two_runs_and_prompts_are_their_own(bench, monkeypatch):
-    asked = []
+class Engine:
+    """Every sequence gets a token a step, and a step takes what the clock says."""
+
+    def __init__(self, clock):
+        self.clock, self.llm_engine = clock, self
+        self.steps = 0
+
+    def step(self):
+        self.clock[0] += 0.002 if self.steps > 2 else 1.0  # the first ones read the prompts
+        self.steps += 1
+
+
+def test_a_step_is_one_with_every_sequence_and_prompts_are_their_own(bench, monkeypatch):
+    asked, clock = [], [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: clock[0])
 
     def generated(llm, prompts, tokens, logprobs=None):
         asked.append([tuple(each["prompt_token_ids"]) for each in prompts])
-        return None, 7.0 + 0.002 * tokens
+        llm.steps = 0
+        for _ in range(tokens):
+            llm.llm_engine.step()
+        return None, 7.002
 
     monkeypatch.setattr(bench, "generated", generated)
     options = Namespace(lengths=[40, 300], sequences=[1, 3], new=[10], cached=[0, 30])
-    small, several, alone, left_out = bench.decode(None, 400, options)
-    assert small["ms"] == several["ms"] == alone["ms"] == pytest.approx(2.0)
-    assert (left_out["sequences"], left_out["length"]) == (3, 300) and "400" in left_out["left_out"]
-    assert len(set(asked[-1])) == 1 and {len(each) for each in asked[8]} == {40} and len(set(asked[8])) == 3
+    engine = Engine(clock)
+    small, several, alone, left_out = bench.decode(engine, 600, options)
+    assert [each["ms"] for each in (small, several, alone)] == pytest.approx([2.0] * 3)
+    assert (left_out["sequences"], left_out["length"]) == (3, 300) and "600" in left_out["left_out"]
+    assert len(asked) == 6 and {len(each) for each in asked[2]} == {40} and len(set(asked[2])) == 3 and asked[2] == asked[3]
     asked.clear()
-    first, behind = bench.prefill(None, 400, options)
+    first, behind = bench.prefill(engine, 400, options)
     assert first["cached"] == 0 and behind["tokens_per_s"] == pytest.approx(10 / 7.002)
     assert len(asked[4][0]) == 30 and all(each[0][:30] == asked[4][0] for each in asked[5:]) and len({each[0] for each in asked[5:]}) == 4
 

@@ -7,8 +7,8 @@ It needs vLLM 0.26.0 and transformers. Each backend has a process of its own, an
 
 agree    64 requests of 1 to 900 tokens to a small random model in bf16, eager and with CUDA graphs: log-probabilities of the tokens that were chosen,
          next to the first backend's, up to the first token that differs.
-decode   layers of an 8B model (32 heads of 128, 8 of keys) with random weights: milliseconds of a step of so many sequences of so many tokens, by the
-         difference of two runs that find their prompts in the prefix cache. The first run of each cell writes that cache.
+decode   layers of an 8B model (32 heads of 128, 8 of keys) with random weights: milliseconds of a step of so many sequences of so many tokens, the
+         median of those in which each has a new one. A run before it has put the prompts into the prefix cache.
 prefill  new tokens a second behind so many tokens that are in the cache.
 
 Cells that do not fit the cache are left out, and said.
@@ -33,9 +33,9 @@ ENVIRONMENT = {
 }  # fmt: skip
 PARTS = "agree", "decode", "prefill"
 REQUESTS, LONGEST = 64, 900
-SHORT, LONG = 8, 40  # tokens of the two runs of which a step's time is the difference
+TOKENS, FIRST, LAST = 64, 16, 4  # of a sequence, and how many steps at either end are not timed
 TURNS = 3
-PAGE = 16
+PAGE = 64  # the largest that a backend has here
 OF_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
 }  # fmt: skip
@@ -51,6 +51,7 @@ def main() -> int:
         "--backends", default="FLASH_ATTN,CUSTOM,TRITON_ATTN", help="the first is the one to compare with; default: %(default)s"
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--ways", default="eager,graphs", help="of the part `agree`; default: %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="of the 8B model's 32 (default: %(default)s)")
     parser.add_argument("--sequences", type=numbers, default=[1, 16, 64, 256], metavar="N,...")
     parser.add_argument("--lengths", type=numbers, default=[1024, 8192, 32768], metavar="N,...")
@@ -67,8 +68,11 @@ def main() -> int:
         return child(backend, part, eager == "eager", options)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for backend, part in itertools.product(options.backends.split(","), options.parts.split(",")):
-            for way in ("eager", "graphs") if part == "agree" else ("graphs",):
+        timed = ",".join(part for part in options.parts.split(",") if part != "agree")  # by one engine
+        for backend, part in itertools.product(
+            options.backends.split(","), [part for part in ("agree", timed) if part in options.parts and part]
+        ):
+            for way in options.ways.split(",") if part == "agree" else ("graphs",):
                 command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{backend};{part};{way}", "--models", folder]
                 start = time.perf_counter()
                 code = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
@@ -86,12 +90,13 @@ def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> 
         (folder / f"{backend}.{'eager' if eager else 'graphs'}.json").write_text(json.dumps(said))
         return 0
     llm = engine(
-        large_model(folder, options), backend, eager, options.dtype, max(options.new) if part == "prefill" else 16384,
-        max(*options.lengths, max(options.cached) + max(options.new)) + LONG + PAGE, dummy=True, sequences=max(options.sequences),
+        large_model(folder, options), backend, eager, options.dtype, max(options.new) if "prefill" in part else 16384,
+        max(*options.lengths, max(options.cached) + max(options.new)) + TOKENS + PAGE, dummy=True, sequences=max(options.sequences),
     )  # fmt: skip
     room = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * llm.llm_engine.vllm_config.cache_config.block_size
-    for row in decode(llm, room, options) if part == "decode" else prefill(llm, room, options):
-        keep({"part": part, "backend": backend, "layers": options.layers, "dtype": options.dtype, **row}, options)
+    for name in part.split(","):
+        for row in {"decode": decode, "prefill": prefill}[name](llm, room, options):
+            keep({"part": name, "backend": backend, "layers": options.layers, "dtype": options.dtype, **row}, options)
     return 0
 
 
@@ -178,16 +183,31 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
 def decode(llm, room: int, options: argparse.Namespace):
     for length, sequences in itertools.product(options.lengths, options.sequences):
         cell = {"sequences": sequences, "length": length}
-        if sequences * (length + LONG + PAGE) > room:
+        if sequences * (length + TOKENS + PAGE) > room:
             yield {**cell, "left_out": f"{sequences * length} tokens, where the cache has {room}"}
             continue
         draw = random.Random(length * 1000 + sequences)
         prompts = [prompt(draw, length) for _ in range(sequences)]
         generated(llm, prompts, 1)
-        generated(llm, prompts, SHORT)
-        taken = [[generated(llm, prompts, tokens)[1] for tokens in (SHORT, LONG)] for _ in range(TURNS)]
-        steps = [(long - short) / (LONG - SHORT) for short, long in taken]
-        yield {**cell, "ms": 1e3 * statistics.median(steps), "all_ms": [1e3 * each for each in steps]}
+        taken = steps(llm, prompts)
+        yield {**cell, "ms": 1e3 * statistics.median(taken), "quartiles_ms": [1e3 * each for each in statistics.quantiles(taken)]}
+
+
+def steps(llm, prompts: list[dict]) -> list[float]:
+    """Seconds of each of the engine's steps in which every sequence has a new token."""
+    ends, step = [], llm.llm_engine.step
+
+    def noted():
+        outputs = step()
+        ends.append(time.perf_counter())
+        return outputs
+
+    llm.llm_engine.step = noted
+    try:
+        generated(llm, prompts, TOKENS)
+    finally:
+        llm.llm_engine.step = step
+    return [end - start for start, end in itertools.pairwise(ends[FIRST:-LAST])]
 
 
 def prefill(llm, room: int, options: argparse.Namespace):

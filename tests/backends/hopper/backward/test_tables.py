@@ -54,8 +54,9 @@ class Problem:
             yield place, int(self.kernel.tile_at(place, self.band, self.config))
             place = self.kernel.next_in(place, walk, self.config)
 
-    def turn(self, place):
-        return int(self.kernel.turn_of(place, None, self.band, None, self.config))
+    def turn(self, place, ascending):
+        block = self.kernel.Block(0, 0, 0, 0, ascending, 0, 1)
+        return int(self.kernel.turn_of(place, block, self.band, None, self.config))
 
     def seen(self, place, n_block):
         """(tile_n, tile_m): what is seen of the tile at a place, with keys and queries that do not exist."""
@@ -107,14 +108,15 @@ def check(kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch=2, heads=4):
             order = []
             for place, m_block in problem.visits(n_block, h, b):
                 order.append(m_block)
-                turns[m_block].append(problem.turn(place))
+                turns[m_block].append((problem.turn(place, False), problem.turn(place, True)))
                 count[n_block * tile_n : (n_block + 1) * tile_n, m_block * tile_m : (m_block + 1) * tile_m] += problem.seen(place, n_block)
-            assert order == sorted(set(order), reverse=True)
+            assert order == sorted(set(order))
         check_queries(problem, problem.tables.planes[b, h], dense[b, h])
         assert (dense[b, h] == count[:seqlen_k, :seqlen_q].T).all()
         assert (count[seqlen_k:] == 0).all()
         for m_block, found in turns.items():
-            assert found == list(range(len(found)))  # the blocks of keys come in this order in the grid
+            up = list(range(len(found)))  # the blocks of keys come in this order in the grid, or those of ascending heads in the other one
+            assert found == list(zip(up, reversed(up), strict=True))
             assert bool(kernel.is_visited(m_block, h, b, problem.band, seqlen_k, problem.config)) == bool(found)
         for query in range(seqlen_q):
             assert bool(kernel.sees_any(query, h, b, problem.band, problem.config)) == dense[b, h, query].any()
@@ -154,13 +156,15 @@ def test_a_pair_is_found_in_the_tables(kernel):
                 assert bool(kernel.shows(at[2], at[3], at[1], at[0], problem.band, problem.config)) == dense[at]
 
 
-def test_nobody_waits_for_ever(kernel):
-    """Blocks of keys start in ascending order, a few at a time, and go through the heads of their group; each adds when it is its turn."""
+@pytest.mark.parametrize("ascending", [False, True])
+def test_nobody_waits_for_ever(ascending, kernel):
+    """Blocks of keys start from the first, or from the last of ascending heads, a few at a time, and go through the heads of their group; each adds
+    when it is its turn."""
     generator = random.Random(1)
     for seqlen_q, seqlen_k in ((700, 900), (900, 300)):
         for mask in (*some(seqlen_q, seqlen_k), PrefixLM(200), Documents((0, 100, 250, 300), inner=SlidingWindow(9, 9))):
             problem = Problem(kernel, mask, seqlen_q, seqlen_k, 64, 64, 2, 4)
-            numbers = [(n_block, b) for b in range(2) for n_block in range(-(-seqlen_k // 64))]
+            numbers = [(n_block, b) for b in range(2) for n_block in range(-(-seqlen_k // 64))[:: -1 if ascending else 1]]
             waiting = [[(head, b, *at) for head in range(4) for at in problem.visits(n_block, head, b)] for n_block, b in numbers]
             slots, running, added = generator.choice((1, 2, 5, 40)), [], {}
             while waiting or running:
@@ -168,7 +172,7 @@ def test_nobody_waits_for_ever(kernel):
                     running.append(waiting.pop(0))
                 before = sum(map(len, running))
                 for rest in running:
-                    while rest and added.get((*rest[0][:2], rest[0][3]), 0) == problem.turn(rest[0][2]):
+                    while rest and added.get((*rest[0][:2], rest[0][3]), 0) == problem.turn(rest[0][2], ascending):
                         head, b, _, m_block = rest.pop(0)
                         added[head, b, m_block] = added.get((head, b, m_block), 0) + 1
                 assert sum(map(len, running)) < before or not all(running), "all of them wait"

@@ -4,7 +4,9 @@ dQ accumulation: every block of keys adds its part to the dQ of the queries that
 fixed (`turn_of`), and chosen such that a block hardly ever waits for its turn.
 
 A head is ascending or descending. Blocks of an ascending head start from its last keys, and each walks from its first tile of queries to its last;
-blocks of a descending head start from its first keys, and each walks from its last tile of queries to its first.
+blocks of a descending head start from its first keys, and each walks from its last tile of queries to its first, but from its first to its last where
+the mask has tables. There the first keys may be seen by most queries (a prefix that many sequences share, a sink): down from the last of these, every
+other block would wait until they are through.
 """
 
 from typing import NamedTuple
@@ -219,7 +221,7 @@ def turn_of(place: Int32, block: Block, band: Band, seqlen_k: Int32, config: Con
     blocks that start together, each follows a tile behind the one before it. Blocks of other heads start in between (`block_of`).
     """
     if const_expr(config.sees == "runs"):
-        return band.tables.visits[place, 2]
+        return band.tables.visits[place, 2 + Int32(block.ascending)]
     n_block = block.n0 // config.tile_n
     visitors = visitors_of(place, band, seqlen_k, config)
     return visitors.last - 1 - n_block if block.ascending else n_block - visitors.first

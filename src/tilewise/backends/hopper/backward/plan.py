@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tilewise.backends.hopper import changes, visibility
@@ -12,6 +13,7 @@ from tilewise.backends.hopper.backward.config import ONE_BLOCK, PIECE, Config, c
 from tilewise.backends.hopper.operands import Turns
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Documents, Full
+from tilewise.masks.tiles import Runs, lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -67,10 +69,10 @@ class Plan:
         narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
         shared_from, shares, parts = shared(config, call, board.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
-        turns = []
+        turns, longest = [], _as_much_as_the_longest_of(call, config, board.num_sms) if config.sees == "runs" else None
         for first in range(0, call.batch, MOST):
             batch = min(call.batch - first, MOST)
-            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow)
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, longest)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
@@ -154,9 +156,18 @@ def _entries(config: Config, call: Call) -> int:
 
 
 def _order(
-    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
+    config: Config,
+    batch: int,
+    seqlen_q: int,
+    heads_q: int,
+    seqlen_k: int,
+    heads_k: int,
+    board: Board,
+    narrow: bool,
+    longest: int | None = None,
 ) -> tuple[int, ...]:
-    """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
+    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. longest: heads that have as much work as `num_sms` of the
+    longest walks; those of a causal mask if None."""
     num_sms = board.num_sms
     if config.heads_apart:  # the order of heads without groups
         heads_k = heads_q
@@ -164,10 +175,13 @@ def _order(
     behind = 3 * num_sms // 2 + n_blocks
     if config.sees == "all":
         return num_sms, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
-    longest = _as_much_as_the_longest(n_blocks, num_sms)
+    longest = longest or _as_much_as_the_longest(n_blocks, num_sms)
     ascending, together = 0, _evenly(heads, longest)
     if config.sees == "causal" and not config.dq_apart:
         ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
+    elif config.sees == "runs" and not config.dq_apart:
+        together = min(heads, longest)
+        ascending = heads - together
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _descending(config, n_blocks, num_sms))
         ascending = heads - together
@@ -265,6 +279,19 @@ def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
     longest first, all multiprocessors come to an end at about the same time.
     """
     return -(-2 * num_sms // (blocks + 1))
+
+
+def _as_much_as_the_longest_of(call: Call, config: Config, num_sms: int) -> int:
+    """The same of a mask that has tables. Where most queries see a few keys (a prefix that many sequences share, a sink), this is many heads."""
+    planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+    walks = [_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes]
+    total = sum(float(each.sum()) for each in walks) / len(walks)
+    return max(1, math.ceil(num_sms * max(float(each.max()) for each in walks) / max(total, 1.0)))
+
+
+def _walks(runs: Runs) -> np.ndarray:
+    """Tiles that each block visits; those of several runs as often."""
+    return np.diff(np.cumsum([0, *(runs.n1 - runs.n0)])[runs.row_ptr])
 
 
 def _evenly(heads: int, most: int) -> int:

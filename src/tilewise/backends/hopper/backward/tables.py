@@ -48,7 +48,7 @@ class Visits:
 
     Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], in ascending order. The tile is
     masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by bands[-1 - ref], for which keys are the rows and queries the columns; all of it is
-    seen for bands[EVERYTHING]. Of the blocks that visit it, visits[i, 2] have a smaller number than this one.
+    seen for bands[EVERYTHING]. Of the blocks that visit it, visits[i, 2] have a smaller number than this one, visits[i, 3] a larger one.
     """
 
     visits: Tensor  # (visits, 4)
@@ -211,11 +211,11 @@ def _tiles(runs: ndarray, whole: int) -> tuple[ndarray, ndarray]:
     n_block, masked, first, _, ref = runs[run].T
     m_block = first + place
     ref = np.where((ref == -1 - EVERYTHING) & ((masked == 1) | (n_block >= whole)), -1 - EXISTING, ref)
-    by_query = np.lexsort((n_block, m_block))
-    turn = np.empty(len(run), np.int64)
-    turn[by_query] = np.arange(len(run)) - np.searchsorted(m_block[by_query], m_block[by_query])
+    by_query, turns = np.lexsort((n_block, m_block)), np.empty((2, len(run)), np.int64)
+    visited, here = m_block[by_query], np.arange(len(run))
+    turns[:, by_query] = here - np.searchsorted(visited, visited), np.searchsorted(visited, visited, side="right") - 1 - here
     order = np.lexsort((m_block, n_block))
-    return n_block[order], np.stack([m_block, ref, turn, np.zeros_like(turn)], axis=1)[order]
+    return n_block[order], np.stack([m_block, ref, *turns], axis=1)[order]
 
 
 def _seeing(region) -> ndarray:

@@ -94,8 +94,8 @@ def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) 
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
         return Walk(
-            last - 1, Int32(-1), first, last, first, first
-        )  # always down: a direction more would take registers that the adding warps lack
+            first, Int32(1), first, last, first, first
+        )  # always up: a direction more would take registers that the adding warps lack
     return walk
 
 
@@ -115,7 +115,7 @@ def abreast(group: Int32, config) -> Int32:
 def next_in(place: Int32, walk: Walk, config: Constexpr) -> Int32:
     """The place after this one."""
     if const_expr(config.sees == "runs"):
-        return place - 1
+        return place + 1
     return place + walk.step
 
 
