@@ -1,0 +1,79 @@
+"""Kernels that the Triton backend makes for an older NVIDIA GPU, run on a newer one.
+
+Its PTX has the older one's instructions (mma.sync and cp.async of an A100 or a 4090, no wgmma), and assembles for any GPU that came later. So these
+paths can be tested, and compared with FlashAttention-2, which has the same instructions, where there is no such GPU. Tiles are the older GPU's; what
+its memory and clocks would make of them is not seen.
+
+    python tools/gpu/older_gpu.py sm_80 test -n 8 -k "quick or dropout"            tests/gpu/test_triton.py and test_triton_decode.py
+    python tools/gpu/older_gpu.py sm_80 bench --set papers --device cuda --impl tilewise:triton,sdpa:flash --out rows.jsonl
+
+What follows goes to pytest, or to `tilewise`. Rows of bench say "tilewise:triton" and this GPU's name: keep them apart.
+"""
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ASKED = "TILEWISE_OLDER_GPU"  # set for pytest's workers, which load this file as a plugin
+WRAPPER = """#!/bin/sh
+for each do
+  shift
+  case $each in --gpu-name=*) each=--gpu-name={newer} ;; esac
+  set -- "$@" "$each"
+done
+exec {ptxas} "$@"
+"""
+
+
+def assembler(folder: Path, ptxas: str, newer: str) -> Path:
+    """A program in `folder` that is `ptxas`, but assembles for the architecture `newer` whatever it is asked for."""
+    made = folder / "ptxas"
+    made.write_text(WRAPPER.format(newer=newer, ptxas=ptxas))
+    made.chmod(made.stat().st_mode | stat.S_IXUSR)
+    return made
+
+
+def take_place(arch: str) -> None:
+    """From now on the Triton backend of this process compiles for `arch`, on whatever GPU."""
+    from tilewise.backends.triton import append, bound, decode, targets
+
+    target = targets.Target(arch)
+    for module in (targets, append, bound, decode):
+        module.of_device = lambda device: target
+
+
+def main() -> int:
+    if len(sys.argv) < 3 or not sys.argv[1].startswith("sm_"):
+        print(__doc__)
+        return 2
+    import torch
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch, verb, *rest = sys.argv[1:]
+    newer = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper = assembler(Path(folder), get_ptxas(int(newer[3:])).path, newer)
+        paths = [str(ROOT / "tools/gpu"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        given = {
+            "TRITON_PTXAS_PATH": str(wrapper),
+            "TRITON_CACHE_DIR": f"{folder}/cache",
+            ASKED: arch,
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        if verb == "test":
+            tests = [str(ROOT / "tests/gpu" / name) for name in ("test_triton.py", "test_triton_decode.py")]
+            command = [sys.executable, "-m", "pytest", "-p", "older_gpu", *tests, *rest]
+        else:
+            code = "import sys, older_gpu, runpy; sys.argv = ['tilewise', *sys.argv[1:]]; runpy.run_module('tilewise', run_name='__main__')"
+            command = [sys.executable, "-c", code, verb, *rest]
+        return subprocess.run(command, cwd=ROOT, env=os.environ | given, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+elif os.environ.get(ASKED):
+    take_place(os.environ[ASKED])
