@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, SlidingWindow, Unread
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, PrefixTree, SlidingWindow, Unread
 from tilewise.problem import LEAST_SOFTCAP, Call
 
 H100, H200 = (plan.Board(132, again) for _, again in plan.AGAIN)
@@ -145,6 +145,24 @@ def test_few_queries_have_many_heads_take_turns():
             and ascending % abreast == 0
             and ascending + together == 4 * heads_k
         )
+
+
+@pytest.mark.parametrize(
+    ("mask", "heads", "descending"),
+    [
+        (PrefixTree.group(1024, [512] * 6), 8, 8),  # the prompt's walks are most of the work
+        (PrefixTree.group(1024, [512] * 6), 512, 0),  # other heads have enough to do meanwhile
+        (SlidingWindow(100, 0) | FirstKeys(64), 8, 8),
+        (SlidingWindow(100, 0) | FirstKeys(64), 64, 47),
+        (SlidingWindow(100, 0) | SlidingWindow(300, -300), 8, 0),  # walks of one length
+        (Full() - Full(), 8, 0),
+    ],
+    ids=str,
+)
+def test_heads_under_tables_descend_where_few_keys_have_the_longest_walks(mask, heads, descending):
+    q = torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta")
+    _, ascending, abreast, together, *_ = plan.Plan.of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True), H100).turns[0][1]
+    assert ascending % abreast == 0 and heads - ascending - descending < abreast and together >= max(1, heads - ascending)
 
 
 def test_a_board_is_known_by_its_cache(monkeypatch):

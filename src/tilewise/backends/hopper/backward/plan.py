@@ -29,6 +29,7 @@ MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; ea
 MOST_OF_ONE_BLOCK = 12  # likewise where the head has a single block (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
 CHAINS = 2  # tiles of dQ that heads which take turns have, for each multiprocessor, where they have fewer queries than keys
 OF_A_BLOCK = 4  # tiles of queries that take as long as a thread block's prologue and epilogue
+TAIL = 4  # under tables heads descend where the longest walk is more than one of so many parts of a multiprocessor's work
 NEIGHBOURS = 8  # blocks of keys of one head that run at a time under a full mask; each begins one tile later than the one before
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, where that leaves fewer than NEIGHBOURS
 # (smallest L2 cache, bytes that all running blocks may read before a tile is read again, once neighbours have drifted apart evenly). 50 MB: H100,
@@ -69,10 +70,11 @@ class Plan:
         narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
         shared_from, shares, parts = shared(config, call, board.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
-        turns, longest = [], _as_much_as_the_longest_of(call, config, board.num_sms) if config.sees == "runs" else None
+        turns, tables = [], config.sees == "runs" and not config.dq_apart
+        descending = _descending_of(call, config, min(call.batch, MOST) * heads_k, board.num_sms) if tables else 0
         for first in range(0, call.batch, MOST):
             batch = min(call.batch - first, MOST)
-            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, longest)
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, descending)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
@@ -156,18 +158,9 @@ def _entries(config: Config, call: Call) -> int:
 
 
 def _order(
-    config: Config,
-    batch: int,
-    seqlen_q: int,
-    heads_q: int,
-    seqlen_k: int,
-    heads_k: int,
-    board: Board,
-    narrow: bool,
-    longest: int | None = None,
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool, descending: int = 0
 ) -> tuple[int, ...]:
-    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. longest: heads that have as much work as `num_sms` of the
-    longest walks; those of a causal mask if None."""
+    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. descending: heads, where the mask has tables."""
     num_sms = board.num_sms
     if config.heads_apart:  # the order of heads without groups
         heads_k = heads_q
@@ -175,13 +168,13 @@ def _order(
     behind = 3 * num_sms // 2 + n_blocks
     if config.sees == "all":
         return num_sms, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
-    longest = longest or _as_much_as_the_longest(n_blocks, num_sms)
+    longest = _as_much_as_the_longest(n_blocks, num_sms)
     ascending, together = 0, _evenly(heads, longest)
     if config.sees == "causal" and not config.dq_apart:
         ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
     elif config.sees == "runs" and not config.dq_apart:
-        together = min(heads, longest)
-        ascending = heads - together
+        together = max(1, min(heads, descending))
+        ascending = heads - min(heads, descending)
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _descending(config, n_blocks, num_sms))
         ascending = heads - together
@@ -281,12 +274,19 @@ def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
     return -(-2 * num_sms // (blocks + 1))
 
 
-def _as_much_as_the_longest_of(call: Call, config: Config, num_sms: int) -> int:
-    """The same of a mask that has tables. Where most queries see a few keys (a prefix that many sequences share, a sink), this is many heads."""
+def _descending_of(call: Call, config: Config, heads: int, num_sms: int) -> int:
+    """Of so many heads under a mask that has tables, the number of those that descend, together and after the others; maybe none.
+
+    Ascending heads end with their first keys. Where these are seen by most queries (a prefix that many sequences share, a sink), their walks are the
+    longest by far, and the last head's would be walked alone. Descending heads begin with these walks, and others follow them from tile to tile in a
+    chain, which takes as long as there are blocks: so as many heads descend as have as much work as all multiprocessors of the longer of the two.
+    """
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
-    walks = [_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes]
-    total = sum(float(each.sum()) for each in walks) / len(walks)
-    return max(1, math.ceil(num_sms * max(float(each.max()) for each in walks) / max(total, 1.0)))
+    walks = np.stack([_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes])
+    longest, total = int(walks.max()), float(walks.sum()) / len(planes)
+    if 2 * longest * walks.shape[1] <= 3 * total or TAIL * longest * num_sms <= total * heads:
+        return 0
+    return min(heads, math.ceil(num_sms * max(longest, walks.shape[1]) / total))
 
 
 def _walks(runs: Runs) -> np.ndarray:
