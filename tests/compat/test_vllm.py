@@ -48,6 +48,12 @@ def backend(monkeypatch):
     sys.modules.pop("tilewise.compat.vllm_backend", None)
 
 
+def config(interleave=1, **of_model):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**of_model), parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=interleave)
+    )
+
+
 def normal(*shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
@@ -79,7 +85,7 @@ def test_batches(backend, kind, layer, layout):
     fresh = [torch.cat([x[b][n - m :] for b, (n, m) in enumerate(zip(lengths, new, strict=True))]) for x in (keys, values)]
     fresh = [torch.cat([x, torch.full((padding, HEADS_K, DIM), torch.nan)]) for x in fresh]
     query = normal(sum(new) + padding, HEADS, DIM, seed=5)
-    builder = backend.Builder(None, ["layer"], SimpleNamespace(model_config=SimpleNamespace(rswa_window=None)), torch.device("cpu"))
+    builder = backend.Builder(None, ["layer"], config(rswa_window=None), torch.device("cpu"))
     metadata = builder.build(common_prefix_len=0, common_attn_metadata=common)
     assert metadata.uniform == (new[0] if len(set(new)) == 1 and not padding else 0)
     output = torch.full_like(query, torch.nan)
@@ -96,6 +102,51 @@ def test_batches(backend, kind, layer, layout):
     assert output[start:].count_nonzero() == 0  # padding, where it was written
 
 
+@pytest.mark.parametrize("interleave", [1, 8])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", ["decode", "speculative", "mixed", "padded decode", "prompts"])
+def test_ranks_that_share_caches(backend, kind, layer, interleave):
+    """Decode context parallelism: each of three ranks has its own query heads, all keys' heads, and every third run of a sequence's tokens."""
+    (lengths, new, padding), (given, options), world, heads = BATCHES[kind], LAYERS[layer], 3, 2
+    common, blocks = standin.batch(lengths, new, BLOCK, padding)
+    ranks = standin.Ranks(world)
+    sys.modules["vllm.distributed.parallel_state"].get_dcp_group = lambda: ranks
+    of_heads = {name: torch.linspace(-1, 1, world * heads) for name in given if name in ("sinks", "alibi_slopes")}
+    options = options | {{"sinks": "sink"}.get(name, name): x for name, x in of_heads.items()}
+    keys, values = ([normal(n, 1, DIM, seed=seed + b) for b, n in enumerate(lengths)] for seed in (10, 20))
+    query = normal(sum(new) + padding, world * heads, DIM, seed=5)
+
+    def slots(rank):
+        found = []
+        for row, n in zip(common.block_table_tensor.long(), lengths, strict=True):
+            at = torch.arange(n)
+            local = at // (world * interleave) * interleave + at % interleave
+            found.append(torch.where(at // interleave % world == rank, row[local // BLOCK] * BLOCK + local % BLOCK, -1))
+        return torch.cat(found)
+
+    def work(rank):
+        mine = slice(rank * heads, (rank + 1) * heads)
+        own = given | {name: x[mine].tolist() if name == "alibi_slopes" else x[mine] for name, x in of_heads.items()}
+        impl = backend.Impl(heads, DIM, 0.3, 1, **own)
+        impl.dcp_world_size, impl.dcp_rank = world, rank
+        eight = layer == "e4m3"
+        cache = torch.full((blocks, 1, BLOCK, 2 * DIM), 0x7F if eight else torch.nan, dtype=torch.uint8 if eight else torch.float32)
+        impl.do_kv_cache_update(LAYER, torch.cat(keys), torch.cat(values), cache, slots(rank))
+        metadata = backend.Builder(None, [], config(interleave), torch.device("cpu")).build(0, common)
+        output = torch.full_like(query[:, mine], torch.nan)
+        return impl.forward(LAYER, query[:, mine], None, None, cache, metadata, output)
+
+    output, start = torch.cat(ranks.run(work), 1), 0
+    for b, m in enumerate(new):
+        k, v = keys[b], values[b]
+        if layer == "e4m3":
+            k, v = ((x / scale).to(torch.float8_e4m3fn).float() * scale for x, scale in ((k, 0.5), (v, 0.25)))
+        want = tw.attention(query[None, start : start + m], k[None], v[None], causal=True, scale=0.3, **options)[0]
+        torch.testing.assert_close(output[start : start + m], want, atol=2e-5, rtol=2e-5)
+        start += m
+    assert output[start:].count_nonzero() == 0
+
+
 def test_a_cache_of_one_head_is_read_where_it_lies(backend, monkeypatch):
     """Its stride of heads means nothing: vLLM may have any there."""
     common, blocks = standin.batch([40, 20], [1, 1], BLOCK)
@@ -104,7 +155,7 @@ def test_a_cache_of_one_head_is_read_where_it_lies(backend, monkeypatch):
     impl = backend.Impl(HEADS, DIM, 0.3, 1)
     seen = []
     monkeypatch.setattr(backend, "decode", lambda q, k, v, **words: seen.extend((k, v)) or words["out"].zero_())
-    builder = backend.Builder(None, [], SimpleNamespace(model_config=SimpleNamespace()), torch.device("cpu"))
+    builder = backend.Builder(None, [], config(), torch.device("cpu"))
     query = normal(2, HEADS, DIM, seed=2)
     impl.forward(LAYER, query, None, None, cache, builder.build(0, common), torch.empty_like(query))
     assert seen[0].data_ptr() == memory.data_ptr() and seen[1].data_ptr() == memory.data_ptr() + DIM * 4
@@ -152,7 +203,7 @@ REFUSED = {
     "cache": (lambda b: b.Impl(4, 64, 1.0, kv_cache_dtype="int8_per_token_head"), "not int8_per_token_head"),
     "unknown": (lambda b: b.Impl(4, 64, 1.0, use_alibi_sqrt=True), "does not know use_alibi_sqrt of this layer"),
     "unknown tensor": (lambda b: b.Impl(4, 64, 1.0, novel=torch.ones(2)), "does not know novel of this layer"),
-    "window": (lambda b: b.Builder(None, [], SimpleNamespace(model_config=SimpleNamespace(rswa_window=9)), None), "R-SWA"),
+    "window": (lambda b: b.Builder(None, [], config(rswa_window=9), None), "R-SWA"),
 }
 
 
@@ -165,7 +216,7 @@ def test_what_is_not_served_is_refused_where_it_is_made(backend, make, sentence)
 
 def test_odd_batches(backend):
     common, _ = standin.batch([40, 20], [1, 1], BLOCK)
-    builder = backend.Builder(None, [], SimpleNamespace(model_config=SimpleNamespace()), torch.device("cpu"))
+    builder = backend.Builder(None, [], config(), torch.device("cpu"))
     common.causal = torch.tensor([True, False])
     with pytest.raises(UnsupportedError, match="serves causal layers in vLLM"):
         builder.build(0, common)

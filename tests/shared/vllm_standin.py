@@ -5,6 +5,8 @@ Names, parameters and defaults are vLLM's; where vLLM is installed, tests/compat
 
 import enum
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
@@ -134,6 +136,36 @@ class CommonAttentionMetadata:
     causal: bool | Tensor = True
 
 
+class Ranks:
+    """A group of threads, each of which is a rank: what vLLM's group of decode context parallelism is asked for."""
+
+    def __init__(self, world: int) -> None:
+        self.world, self.sent, self.barrier, self.local = world, [None] * world, threading.Barrier(world, timeout=60), threading.local()
+
+    def run(self, work) -> list:
+        """What `work(rank)` returns on each rank."""
+
+        def each(rank):
+            self.local.rank = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(self.world) as pool:
+            return list(pool.map(each, range(self.world)))
+
+    def exchanged(self, x: Tensor) -> list[Tensor]:
+        self.sent[self.local.rank] = x
+        self.barrier.wait()
+        found = list(self.sent)
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self.exchanged(x), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return sum(self.exchanged(x)).chunk(self.world, dim)[self.local.rank]
+
+
 def modules(layout: list[str], cpu: bool = True, invariant: bool = False) -> dict[str, ModuleType]:
     """For sys.modules. layout: one of "NHD" and "HND", which may be changed."""
     registered = {}
@@ -149,6 +181,8 @@ def modules(layout: list[str], cpu: bool = True, invariant: bool = False) -> dic
         "vllm.model_executor.layers": {},
         "vllm.model_executor.layers.attention": {},
         "vllm.model_executor.layers.attention.mla_attention": {each.__name__: each for each in OF_MLA},
+        "vllm.distributed": {},
+        "vllm.distributed.parallel_state": {},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         "vllm.v1.attention.backend": {

@@ -4,6 +4,7 @@ Written for vLLM 0.26. A layer's cache is one tensor (blocks, heads_k, block, 2 
 vLLM chooses (NHD or HND), of 8 bits as bytes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -121,6 +122,7 @@ class Metadata:
     slot_mapping: Tensor  # (tokens,) int64, -1 for padding
     uniform: int  # queries of every sequence, 0 where they differ
     shared_prefix: int
+    interleave: int  # tokens of a sequence in a row that one rank holds, where ranks share caches
 
 
 def uniform_queries(starts: Tensor, tokens: int) -> int:
@@ -140,6 +142,7 @@ class Builder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if getattr(vllm_config.model_config, "rswa_window", None) is not None:
             raise UnsupportedError("tilewise has no reference sliding windows (R-SWA) in vLLM; choose another attention_backend")
+        self.interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         common = common_attn_metadata
@@ -153,6 +156,7 @@ class Builder(AttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             uniform=uniform_queries(common.query_start_loc_cpu, common.num_actual_tokens),
             shared_prefix=common_prefix_len,
+            interleave=self.interleave,
         )
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
@@ -160,11 +164,13 @@ class Builder(AttentionMetadataBuilder):
 
 
 class Impl(AttentionImpl):
-    """Attention of one layer."""
+    """Attention of one layer. Where ranks share caches (decode context parallelism), vLLM sets `dcp_world_size` and `dcp_rank`."""
 
-    can_return_lse_for_decode = False
-    supports_dcp = False
+    can_return_lse_for_decode = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
     supports_quant_query_input = False
+    dcp_world_size, dcp_rank = 1, 0
 
     def __init__(
         self,
@@ -221,11 +227,11 @@ class Impl(AttentionImpl):
         if self.kv_cache_dtype in E4M3:
             words |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         q, out = query[:tokens], output[:tokens]
-        if batch.uniform:
-            each = batch.seq_lens.shape[0], batch.uniform
-            decode(q.unflatten(0, each), k_cache, v_cache, out=out.unflatten(0, each), **words)
+        if self.dcp_world_size > 1:
+            ranks = {"cp_rank": self.dcp_rank, "cp_world": self.dcp_world_size, "cp_interleave": batch.interleave}
+            _across_ranks(q, out, lambda q, out: _attend(q, k_cache, v_cache, out, batch, **words, **ranks, return_lse=True)[1])
         else:
-            decode(q, k_cache, v_cache, cu_seqlens_q=batch.query_start_loc, out=out, **words)
+            _attend(q, k_cache, v_cache, out, batch, **words)
         return output
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -257,8 +263,39 @@ class Impl(AttentionImpl):
     def _place(self, device: torch.device) -> None:
         """Sinks and slopes in fp32 where the queries are: at the first batch, which comes before any graph is captured."""
         sink, slopes = (None if x is None else x.to(device, torch.float32) for x in (self.sinks, self.alibi_slopes))
+        if self.dcp_world_size > 1:
+            sink, slopes = (None if x is None else _group().all_gather(x.contiguous(), 0) for x in (sink, slopes))
         self.options |= {"sink": sink, "alibi_slopes": slopes}
         self._ready = True
+
+
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: Metadata, **words: Any) -> Any:
+    """`decode` of a batch's queries (tokens, heads, head_dim) into `out`; LSE, if asked for, is (tokens, heads)."""
+    if batch.uniform:
+        each = batch.seq_lens.shape[0], batch.uniform
+        found = decode(q.unflatten(0, each), k_cache, v_cache, out=out.unflatten(0, each), **words)
+    else:
+        found = decode(q, k_cache, v_cache, cu_seqlens_q=batch.query_start_loc, out=out, **words)
+    return (out, found[1].transpose(-1, -2).reshape(out.shape[:2])) if isinstance(found, tuple) else found
+
+
+def _across_ranks(q: Tensor, out: Tensor, attend: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Write `out` of this rank's heads, where each rank holds a share of every sequence's keys: all ranks' heads meet the keys that lie here, and
+    what they get is summed over ranks in fp32, weighted by LSE. attend: writes its second argument, and returns LSE (tokens, heads).
+    """
+    group = _group()
+    q = group.all_gather(q.contiguous(), 1)
+    part = torch.empty(*q.shape[:2], out.shape[2], dtype=torch.float32, device=q.device)
+    lse = attend(q, part).float()
+    weight = (lse - group.all_gather(lse[None].contiguous(), 0).logsumexp(0)).exp().nan_to_num(0.0)  # nan: no rank has a key
+    out.copy_(group.reduce_scatter(part * weight[..., None], 1))
+
+
+def _group() -> Any:
+    """vLLM's group of the ranks that share caches."""
+    from vllm.distributed.parallel_state import get_dcp_group  # pyright: ignore[reportMissingImports]
+
+    return get_dcp_group()
 
 
 def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
