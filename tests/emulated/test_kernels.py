@@ -11,7 +11,7 @@ from emulator.machine import PACES
 from emulator.memory import Fault
 
 from tilewise.backends.hopper.backward import plan
-from tilewise.masks import Causal, Documents, FirstKeys, Full, Padding, PrefixLM, PrefixTree, SlidingWindow
+from tilewise.masks import Causal, Documents, FirstKeys, Full, Padding, PerHead, PrefixLM, PrefixTree, SlidingWindow
 from tilewise.testing import conformance, tolerance
 from tilewise.testing.cases import Case, make, random_mask, upstream
 
@@ -55,6 +55,11 @@ MORE = [
     *(
         Case(**SMALL | dict(head_dim=d, heads_q=4, heads_k=4, seqlen_q=330, seqlen_k=330, mask=mask))
         for d, mask in ((64, SlidingWindow(60, 0) | FirstKeys(70)), (128, PrefixTree((-1, 0, 1, 0), (70, 90, 50, 120))))
+    ),
+    *(  # query heads of a group that see the same, and others that do not
+        Case(**SMALL | dict(head_dim=d, heads_q=4, heads_k=2, mask=mask))
+        for d in (64, 128)
+        for mask in (PerHead({(0, 2): Causal(), (2, 4): FirstKeys(50)}), PerHead({(0, 1): Causal(), (1, 4): FirstKeys(50)}))
     ),
     Case(**SMALL | dict(mask=Full(), lse_grad=True, dtype="fp16")),
     Case(**ONE_HEAD | dict(head_dim=192, head_dim_v=128, mask=Full(), seqlen_k=300)),

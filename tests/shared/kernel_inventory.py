@@ -356,6 +356,7 @@ def shipped_backward_too() -> Iterator[backward.Config]:
     yield from (of_length(*case) for case in OF_SMALLER_HEADS_TOO)
     yield from (heads_apart(*case) for case in APART_TOO)
     yield from (many_keys(*case) for case in BACKWARD_CHANGED_TOO)
+    yield from (many_keys(dims, "runs", {}).but(planes_apart=True) for dims in ((64, 64), (96, 96), (128, 128)))
     yield from (few_keys(*case) for case in OF_FEW_KEYS_TOO)
 
 

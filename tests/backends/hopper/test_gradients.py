@@ -165,6 +165,22 @@ def test_heads_under_tables_descend_where_few_keys_have_the_longest_walks(mask, 
     assert ascending % abreast == 0 and heads - ascending - descending < abreast and together >= max(1, heads - ascending)
 
 
+@pytest.mark.parametrize(
+    ("mask", "apart"),
+    [
+        (PrefixLM(9), False),
+        (PerHead({(0, 4): Causal(), (4, 8): FirstKeys(9)}), False),
+        (PerHead({(0, 3): Causal(), (3, 8): FirstKeys(9)}), True),
+    ],
+    ids=str,
+)
+def test_a_group_walks_together_where_its_heads_see_the_same(mask, apart):
+    for dim in (64, 128, 192):
+        q, k = (torch.empty(2, 900, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+        assert plan.config_of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)).planes_apart == (apart or dim > 128)
+        assert not plan.config_of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True)).planes_apart or dim > 128
+
+
 def test_a_board_is_known_by_its_cache(monkeypatch):
     for size, board in ((50 << 20, H100), (60 << 20, H200), (1 << 20, H100), (126 << 20, H200)):
         monkeypatch.setattr(

@@ -75,6 +75,7 @@ class ByKeys:
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where all keys are seen
+    planes_apart: bool = False  # the query heads of a group see different keys, and are walked with one after another; under "runs"
     heads_apart: bool = (
         False  # each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "runs"
     )
@@ -206,6 +207,11 @@ class Config(ScoreChanges):
         return isinstance(self.split, ByKeys) and self.split.shares
 
     @property
+    def planes_apart(self) -> bool:
+        """Whether a group's query heads have walks of their own, one after another."""
+        return self.split.planes_apart if isinstance(self.split, ByKeys) else self.sees == "runs"
+
+    @property
     def heads_apart(self) -> bool:
         return isinstance(self.split, ByKeys) and self.split.heads_apart
 
@@ -248,6 +254,7 @@ class Config(ScoreChanges):
             "where blocks are shared and dQ is finished, thread blocks are persistent: they know whose dQ has to wait": (
                 self.shares and self.finishes and not self.persistent
             ),
+            "planes are of tables": self.planes_apart and self.sees != "runs",
             "every tile is masked only under a causal mask of plain scores": self.whole.always and (self.modified or self.sees != "causal"),
         }
         for why, holds in wrong.items():
@@ -495,5 +502,5 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
         if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
     if config.dropout and config.by_keys and not fields.get("split"):
-        fields = fields | dict(pairwise=True)
+        fields = fields | dict(pairwise=True, planes_apart=config.sees == "runs")  # else 96 columns spill
     return fields

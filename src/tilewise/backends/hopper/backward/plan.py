@@ -90,7 +90,17 @@ def config_of(call: Call) -> Config:
     config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
     if call.wide_keys and not jit.why_no_compiler():  # prebuilt kernels round
         config = wide_keys(config)
+    if _planes_apart(config, call):
+        return config.but(planes_apart=True)
     return heads_apart(config) if _apart(config, call) else config
+
+
+def _planes_apart(config: Config, call: Call) -> bool:
+    """Whether a mask has tables, and query heads of one group see different keys."""
+    if config.sees != "runs" or not config.by_keys or call.group == 1 or call.mask.extent[1] == 1:
+        return False
+    planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
+    return any(end % call.group for plane in planes for end in (plane.heads.start, plane.heads.stop))
 
 
 @lru_cache(1024)

@@ -29,7 +29,7 @@ class Visit(NamedTuple):
 class Walk(NamedTuple):
     """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
 
-    For "runs" these are the visits of one query head (walk_of_head).
+    For "runs" these are the visits of a query head (walk_of_head), and so of its group where all of it sees the same.
     """
 
     start: Int32
@@ -103,12 +103,12 @@ def walks_of(block, group: Int32, config) -> tuple[Int32, Int32]:
     """[begin, end): for each of these a block of keys has a walk, beginning with this head of the group."""
     if config.heads_apart:
         return block.member, block.member + 1
-    return 0, group if config.sees == "runs" else 1
+    return 0, group if config.planes_apart else 1
 
 
 def abreast(group: Int32, config) -> Int32:
     """Heads that visit every tile of a walk together."""
-    return 1 if config.heads_apart or config.sees == "runs" else group
+    return 1 if config.heads_apart or config.planes_apart else group
 
 
 @cute.jit
