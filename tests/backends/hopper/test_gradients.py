@@ -147,22 +147,28 @@ def test_few_queries_have_many_heads_take_turns():
         )
 
 
+TREE, SINK = PrefixTree.group(1024, [512] * 6), SlidingWindow(100, 0) | FirstKeys(64)
+
+
 @pytest.mark.parametrize(
-    ("mask", "heads", "descending"),
+    ("mask", "heads", "group", "ascending", "together"),
     [
-        (PrefixTree.group(1024, [512] * 6), 8, 8),  # the prompt's walks are most of the work
-        (PrefixTree.group(1024, [512] * 6), 512, 0),  # other heads have enough to do meanwhile
-        (SlidingWindow(100, 0) | FirstKeys(64), 8, 8),
-        (SlidingWindow(100, 0) | FirstKeys(64), 64, 47),
-        (SlidingWindow(100, 0) | SlidingWindow(300, -300), 8, 0),  # walks of one length
-        (Full() - Full(), 8, 0),
+        (TREE, 8, 1, 0, 8),  # the prompt's walks are most of the work
+        (TREE, 512, 1, 512, 1),  # other heads have enough to do meanwhile
+        (SINK, 8, 1, 0, 8),
+        (SINK, 64, 4, 16, 48),
+        (SlidingWindow(100, 0) | SlidingWindow(300, -300), 8, 1, 8, 1),  # walks of one length
+        (Full() - Full(), 8, 1, 8, 1),
+        (PrefixLM(2000), 32, 4, 0, 8),  # a group reads much
+        (PrefixLM(2000), 512, 1, 512, 1),
     ],
     ids=str,
 )
-def test_heads_under_tables_descend_where_few_keys_have_the_longest_walks(mask, heads, descending):
-    q = torch.empty(1, 4096, heads, 128, dtype=torch.bfloat16, device="meta")
-    _, ascending, abreast, together, *_ = plan.Plan.of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True), H100).turns[0][1]
-    assert ascending % abreast == 0 and heads - ascending - descending < abreast and together >= max(1, heads - ascending)
+def test_the_order_of_heads_under_tables(mask, heads, group, ascending, together):
+    q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads * group, heads))
+    _, found, abreast, at_last, *_ = plan.Plan.of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True), H100).turns[0][1]
+    left = ascending % abreast
+    assert (found, at_last) == (ascending - left, together + left)
 
 
 @pytest.mark.parametrize(

@@ -71,10 +71,10 @@ class Plan:
         shared_from, shares, parts = shared(config, call, board.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
         turns, tables = [], config.sees == "runs" and not config.dq_apart
-        descending = _descending_of(call, config, min(call.batch, MOST) * heads_k, board.num_sms) if tables else 0
         for first in range(0, call.batch, MOST):
             batch = min(call.batch - first, MOST)
-            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, descending)
+            known = _under_tables(call, config, batch * heads_k, board.num_sms) if tables else None
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, known)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
@@ -168,9 +168,17 @@ def _entries(config: Config, call: Call) -> int:
 
 
 def _order(
-    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool, descending: int = 0
+    config: Config,
+    batch: int,
+    seqlen_q: int,
+    heads_q: int,
+    seqlen_k: int,
+    heads_k: int,
+    board: Board,
+    narrow: bool,
+    known: tuple | None = None,
 ) -> tuple[int, ...]:
-    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. descending: heads, where the mask has tables."""
+    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. known: (ascending, together), under tables."""
     num_sms = board.num_sms
     if config.heads_apart:  # the order of heads without groups
         heads_k = heads_q
@@ -182,9 +190,8 @@ def _order(
     ascending, together = 0, _evenly(heads, longest)
     if config.sees == "causal" and not config.dq_apart:
         ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
-    elif config.sees == "runs" and not config.dq_apart:
-        together = max(1, min(heads, descending))
-        ascending = heads - min(heads, descending)
+    elif known is not None:
+        ascending, together = known
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _descending(config, n_blocks, num_sms))
         ascending = heads - together
@@ -284,19 +291,22 @@ def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
     return -(-2 * num_sms // (blocks + 1))
 
 
-def _descending_of(call: Call, config: Config, heads: int, num_sms: int) -> int:
-    """Of so many heads under a mask that has tables, the number of those that descend, together and after the others; maybe none.
+def _under_tables(call: Call, config: Config, heads: int, num_sms: int) -> tuple[int, int]:
+    """(ascending, together) of so many heads, where a mask has tables.
 
     Ascending heads end with their first keys. Where these are seen by most queries (a prefix that many sequences share, a sink), their walks are the
     longest by far, and the last head's would be walked alone. Descending heads begin with these walks, and others follow them from tile to tile in a
     chain, which takes as long as there are blocks: so as many heads descend as have as much work as all multiprocessors of the longer of the two.
+    As under a causal mask, all of them do where a group that goes from tile to tile together reads much.
     """
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     walks = np.stack([_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes])
-    longest, total = int(walks.max()), float(walks.sum()) / len(planes)
-    if 2 * longest * walks.shape[1] <= 3 * total or TAIL * longest * num_sms <= total * heads:
-        return 0
-    return min(heads, math.ceil(num_sms * max(longest, walks.shape[1]) / total))
+    blocks, longest, total = walks.shape[1], int(walks.max()), float(walks.sum()) / len(planes)
+    alike = 2 * longest * blocks <= 3 * total or TAIL * longest * num_sms <= total * heads
+    descending = 0 if alike else min(heads, math.ceil(num_sms * max(longest, blocks) / total))
+    if call.group > 1 and not config.planes_apart and _read(config, call.group, int(total / blocks * config.tile_m)) >= CACHE:
+        return 0, _evenly(heads, max(SHARING, descending))
+    return heads - descending, max(1, descending)
 
 
 def _walks(runs: Runs) -> np.ndarray:
