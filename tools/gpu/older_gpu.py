@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ASKED = "TILEWISE_OLDER_GPU"  # set for pytest's workers, which load this file as a plugin
+ASKED = "OLDER_GPU_ARCH"  # set for pytest's workers, which load this file as a plugin
 WRAPPER = """#!/bin/sh
 for each do
   shift
