@@ -18,6 +18,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,8 @@ from tilewise.sm90.dsl import (
 
 MMA = 16, 8, 16
 WIDE = 8  # 16-bit numbers in 16 bytes
-ACROSS = 64  # numbers of a row in shared memory, 128 bytes: what the swizzle turns
+ACROSS, LINE = 64, 128  # numbers and bytes of a row in shared memory
+SMALL = "sm_86", "sm_89", "sm_120"  # 99 KiB of shared memory a block, and a multiprocessor little more
 MOST_HEADS = 65535  # the second and third dimension of a grid
 
 
@@ -65,6 +67,7 @@ class Config:
     warps: int
     ring: int
     q_in_registers: bool = False
+    ahead: int = 2  # of 16 x 16 numbers of K or V
 
     @property
     def threads(self) -> int:
@@ -85,10 +88,13 @@ class Config:
 
 
 def configure(dtype: torch.dtype, head_dim: int, causal: bool, **choice) -> Config:
-    """What ships for sm_80. ValueError for what there is no kernel for."""
+    """What is chosen for the GPU that is compiled for. ValueError for what there is no kernel for."""
     if dtype not in (torch.bfloat16, torch.float16) or head_dim not in (64, 128):
         raise ValueError(f"there are kernels for bf16 and fp16, head_dim 64 and 128, and this is {dtype}, {head_dim}")
-    chosen = {"tile_m": 128, "tile_n": 64, "warps": 4, "ring": 3}
+    if jit.arch().rstrip("af") in SMALL:  # one block of 8 warps fits: they halve K's and V's reads as two blocks would not
+        chosen = {"tile_m": 128, "tile_n": 64, "warps": 8, "ring": 3 if head_dim == 128 else 4, "q_in_registers": True}
+    else:  # two blocks of 4 warps, which own 32 rows each: without spills for as many keys, and with up to 16 bytes for a third more
+        chosen = {"tile_m": 128, "tile_n": 48 if head_dim == 128 else 96, "warps": 4, "ring": 4}
     made = Config(dtype=dtype, head_dim=head_dim, causal=causal, **{**chosen, **choice})
     if made.tile_m % (MMA[0] * made.warps) or made.tile_n % MMA[2] or made.tile_n % (made.threads // WIDE) or made.ring < 2:
         raise ValueError(f"warps own whole tiles of 16 rows and copy whole ones, and a ring has two buffers at least: {made}")
@@ -125,30 +131,27 @@ def swizzled(rows: int, config: Config, copies: int) -> tuple[cute.Layout, cute.
     return cute.tile_to_shape(piece, (rows, config.head_dim, copies), order=(0, 1, 2)), cute.make_swizzle(3, 4, 3)
 
 
+class Operand(NamedTuple):
+    """One that ldmatrix reads from shared memory."""
+
+    atom: cute.CopyAtom
+    first: Int32  # address of this lane's row of the first 16 x 16 numbers
+
+
 class Tile(NamedTuple):
     """What a thread holds from beginning to end."""
 
     mma: cute.TiledMma
-    rQ: cute.Tensor  # fragments, and their views as ldmatrix fills them
-    rK: cute.Tensor
-    rV: cute.Tensor
-    Q: "Source"
-    K: "Source"
-    V: "Source"
+    Q: Operand
+    held: tuple[cute.Tensor, ...]  # Q's fragments, if they are read once
+    K: Operand
+    V: Operand
     acc_O: cute.Tensor
     tScS: cute.Tensor  # (row, column) of each number of S
     rows: tuple[fragments.Rows, ...]  # of 16 rows each
     m0: Int32  # the first row, counted from the bottom right: it sees as many keys, and one
     seqlen_k: Int32
     scale_log2: Float32
-
-
-class Source(NamedTuple):
-    """An operand in shared memory."""
-
-    copy: cute.TiledCopy
-    shared: cute.Tensor
-    registers: cute.Tensor
 
 
 class Loads(NamedTuple):
@@ -192,13 +195,15 @@ def attend(
     if const_expr(config.q_in_registers):
         arch.cp_async_wait_group(config.ring - 2)
         arch.sync_threads()
-        for k in range_constexpr(cute.size(tile.rQ, mode=[2])):
-            read(tile.Q, k)
+        tile = tile._replace(held=tuple(read_Q(tile.Q, k, config) for k in range(config.head_dim // MMA[2])))
     slot = Int32(0)
-    for i in cutlass.range(masked, unroll=1):
-        slot = step(tile, loads, n_blocks - 1 - i, slot, True, config)
-    for i in cutlass.range(masked, n_blocks, unroll=1):
-        slot = step(tile, loads, n_blocks - 1 - i, slot, False, config)
+    n_block = n_blocks - 1  # the loops' only counter, as ptxas has no register for another
+    while n_block >= n_blocks - masked:
+        slot = step(tile, loads, n_block, slot, True, config)
+        n_block -= 1
+    while n_block >= 0:
+        slot = step(tile, loads, n_block, slot, False, config)
+        n_block -= 1
     arch.cp_async_wait_group(0)
     store(tile, gO, gL, sQ, loads.copy, m_block, config)
 
@@ -245,30 +250,77 @@ def make_tile(
     sQ: cute.Tensor, ring: cute.Tensor, mma: cute.TiledMma, m0: Int32, seqlen_k: Int32, scale_log2: Float32, config: Constexpr[Config]
 ) -> Tile:
     mine = mma.get_slice(arch.thread_idx()[0])
-    turned = cute.make_tensor(ring.iterator, cute.select(ring.layout, mode=[1, 0, 2]))  # (head_dim, tile_n, ring)
-    rQ = mine.make_fragment_A(mine.partition_A(sQ))
-    rK, rV = (mine.make_fragment_B(mine.partition_B(x[None, None, 0])) for x in (ring, turned))
+    lane = arch.lane_idx()
+    by_16, by_8 = (lane % 16, lane // 16), (lane // 16 * 8 + lane % 8, lane // 8 % 2)  # (row, 8 columns) of each lane's 16 bytes
+    first_Q, first_V, first_K = (address(x, *at) for x, at in ((sQ, by_16), (ring, by_16), (ring, by_8)))
+    plain, transposed = (cute.make_copy_atom(warp.LdMatrix8x8x16bOp(each, 4), config.element) for each in (False, True))
     acc_O = cute.make_rmem_tensor(mine.partition_shape_C((config.tile_m, config.head_dim)), Float32)
     acc_O.fill(0.0)
-    rows = tuple(fragments.fresh_rows() for _ in range(config.m_tiles))
-    tScS = mine.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n)))
-    atoms = [cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), config.element) for transpose in (False, True)]
-    Q = source_of(cute.make_tiled_copy_A(atoms[0], mma), sQ, rQ)
-    K = source_of(cute.make_tiled_copy_B(atoms[0], mma), ring, rK)
-    V = source_of(cute.make_tiled_copy_B(atoms[1], mma), turned, rV)
-    return Tile(mma, rQ, rK, rV, Q, K, V, acc_O, tScS, rows, m0, seqlen_k, scale_log2)
+    return Tile(
+        mma=mma,
+        Q=Operand(plain, first_Q + arch.warp_idx() * (MMA[0] * LINE)),
+        held=(),
+        K=Operand(plain, first_K),
+        V=Operand(transposed, first_V),
+        acc_O=acc_O,
+        tScS=mine.partition_C(cute.make_identity_tensor((config.tile_m, config.tile_n))),
+        rows=tuple(fragments.fresh_rows() for _ in range(config.m_tiles)),
+        m0=m0,
+        seqlen_k=seqlen_k,
+        scale_log2=scale_log2,
+    )
 
 
-def source_of(copy: cute.TiledCopy, shared: cute.Tensor, registers: cute.Tensor) -> Source:
-    mine = copy.get_slice(arch.thread_idx()[0])
-    return Source(copy, mine.partition_S(shared), mine.retile(registers))
+def address(shared: cute.Tensor, row: Int32, columns: Int32) -> Int32:
+    """Of numbers 8 columns and following of a row below 16."""
+    return Int32(shared.iterator.toint()) + row * LINE + (columns ^ row % 8) * jit.BYTES
 
 
-@cute.jit
-def read(source: Source, k: Constexpr[int], slot: Int32 | None = None):
-    """The fragments of 16 terms of a product's sums."""
-    shared = source.shared if const_expr(slot is None) else source.shared[None, None, None, slot]
-    cute.copy(source.copy, shared[None, None, k], source.registers[None, None, k])
+def read(x: Operand, at: Int32, registers: cute.Tensor):
+    """16 x 16 numbers, into 8 registers of 16 bits. The swizzle is written out where `at` is made: of DSL 4.8.1's own every operand takes four to eight
+    registers for addresses, and the loop has none left.
+    """
+    pointer = cute.make_ptr(registers.element_type, at, cute.AddressSpace.smem, assumed_align=jit.BYTES)
+    cute.copy(x.atom, cute.make_tensor(pointer, cute.make_layout(WIDE)), registers)
+
+
+def turned(first: Int32, i: int, rows: int) -> Int32:
+    """The address of columns 16 i and following, of an operand of so many rows."""
+    return (first ^ 2 * jit.BYTES * (i % 4)) + i // 4 * rows * LINE
+
+
+def read_Q(x: Operand, k: Constexpr[int], config: Constexpr[Config]) -> cute.Tensor:
+    """The fragments of 16 terms of the sums, all rows."""
+    found = cute.make_rmem_tensor((WIDE, config.m_tiles), config.element)
+    for m in range(config.m_tiles):
+        read(x, turned(x.first, k, config.tile_m) + m * config.warps * MMA[0] * LINE, found[None, m])
+    return cute.make_tensor(found.iterator, cute.make_layout(((2, 2, 2), config.m_tiles)))
+
+
+def product(tile: Tile, acc: cute.Tensor, A: Sequence[cute.Tensor], B: Operand, slot: Int32, of_V: bool, config: Config):
+    """acc += A B, the tile of B, which is V or else K^T, in `slot`; 16 columns and 16 terms of each sum at a time, `ahead` of which are read ahead.
+
+    A: fragments of 16 terms each, or none: they are Q's, and read here. All other fragments' registers are made here, too: those that outlive the
+    loop's body are carried around it, eight registers and more.
+    """
+    first = B.first + slot * (config.tile_n * config.head_dim * 2)
+    columns, terms = (config.head_dim, config.tile_n) if of_V else (config.tile_n, config.head_dim)
+    places = [(k, n) for k in range(terms // 16) for n in range(columns // 16)]
+    a, b = {}, {}
+    for i in range(-config.ahead, len(places)):
+        if i + config.ahead < len(places):
+            k, n = place = places[i + config.ahead]
+            if n == 0:
+                a[k] = A[k] if A else read_Q(tile.Q, k, config)
+            across, down = (n, k) if of_V else (k, n)
+            b[place] = cute.make_rmem_tensor(WIDE, config.element)
+            read(B, turned(first, across, config.tile_n) + down * (16 * LINE), b[place])
+        if i >= 0:
+            k, n = places[i]
+            for half in range(2):
+                part = cute.append_ones(acc[None, None, 2 * n + half], up_to_rank=3)
+                columns_8 = cute.make_tensor(b[k, n].iterator + 4 * half, cute.make_layout(((2, 2), 1)))
+                cute.gemm(tile.mma, part, a[k], columns_8, part)
 
 
 @cute.jit
@@ -277,13 +329,7 @@ def step(tile: Tile, loads: Loads, n_block: Int32, slot: Int32, masked: Constexp
     acc_S = cute.make_rmem_tensor(tile.tScS.shape, Float32)
     acc_S.fill(0.0)
     arrive(loads, n_block, config.ring - 1, slot, masked, config)
-    for k in range_constexpr(-1, cute.size(tile.rK, mode=[2])):  # S = Q K^T, Eq. 1; fragments are read one product ahead
-        if const_expr(k + 1 < cute.size(tile.rK, mode=[2])):
-            if const_expr(not config.q_in_registers):
-                read(tile.Q, k + 1)
-            read(tile.K, k + 1, slot)
-        if const_expr(k >= 0):
-            cute.gemm(tile.mma, acc_S, tile.rQ[None, None, k], tile.rK[None, None, k], acc_S)
+    product(tile, acc_S, tile.held, tile.K, slot, False, config)  # S = Q K^T, Eq. 1
     P = cute.make_rmem_tensor(probabilities(acc_S), config.element)
     for m in range_constexpr(config.m_tiles):
         S = acc_S[None, m, None]
@@ -294,11 +340,7 @@ def step(tile: Tile, loads: Loads, n_block: Int32, slot: Int32, masked: Constexp
         flat(P[None, m, None]).store(flat(S).load().to(config.element))
     slot = after(slot, config)
     arrive(loads, n_block, config.ring, slot, masked, config)
-    for k in range_constexpr(-1, cute.size(tile.rV, mode=[2])):  # O += P V, Eq. 16
-        if const_expr(k + 1 < cute.size(tile.rV, mode=[2])):
-            read(tile.V, k + 1, slot)
-        if const_expr(k >= 0):
-            cute.gemm(tile.mma, tile.acc_O, P[None, None, k], tile.rV[None, None, k], tile.acc_O)
+    product(tile, tile.acc_O, [P[None, None, k] for k in range(config.tile_n // MMA[2])], tile.V, slot, True, config)  # O += P V, Eq. 16
     return after(slot, config)
 
 
