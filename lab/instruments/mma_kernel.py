@@ -267,8 +267,8 @@ def address(shared: cute.Tensor, row: Int32, columns: Int32) -> Int32:
 
 
 def read(x: Operand, at: Int32, registers: cute.Tensor):
-    """16 x 16 numbers, into 8 registers of 16 bits. The swizzle is written out where `at` is made: with the DSL's own (4.8.1) every operand takes four
-    to eight registers for addresses, and the loop has none left.
+    """16 x 16 numbers, into 8 registers of 16 bits. The swizzle is written out where `at` is made: with the DSL's own (4.8.1) every operand
+    takes four to eight registers for addresses, and the loop has none left.
     """
     pointer = cute.make_ptr(registers.element_type, at, cute.AddressSpace.smem, assumed_align=jit.BYTES)
     cute.copy(x.atom, cute.make_tensor(pointer, cute.make_layout(WIDE)), registers)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "lab/instruments"
-HELPERS = "choices", "rows"
-COMPILING = "fp8", "fp8_facts"  # which are written in the DSL, or compile at once
+HELPERS = "choices", "mma_kernel", "rows"
+COMPILING = "fp8", "fp8_facts", "mma_forward"  # which are written in the DSL, or compile at once
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 
