@@ -74,7 +74,7 @@ def check(choice: dict, dtype: str) -> float:
 
 
 def measure(workload, variants: dict[str, dict], budget: float) -> dict:
-    """A row: milliseconds and TFLOP/s of each, whether runs gave the same bits, and how far each is from FlashAttention-2, of the largest."""
+    """A row: milliseconds and TFLOP/s of each, whether runs had the same bits, how far each is from FlashAttention-2 (a share of the largest)."""
     device = torch.device("cuda")
     inputs = workload.inputs(2, device)
     causal, calls = workload.mask == Causal(), {}

@@ -121,8 +121,6 @@ def swizzled(rows: int, config: Config, copies: int) -> tuple[cute.Layout, cute.
 
 
 class Operand(NamedTuple):
-    """One that ldmatrix reads from shared memory."""
-
     atom: cute.CopyAtom
     first: Int32  # address of this lane's row of the first 16 x 16 numbers
 
@@ -144,8 +142,6 @@ class Tile(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """What asks for tiles of K and V."""
-
     copy: cute.TiledCopy
     gK: cute.Tensor  # (seqlen_k, head_dim)
     gV: cute.Tensor
@@ -267,9 +263,7 @@ def address(shared: cute.Tensor, row: Int32, columns: Int32) -> Int32:
 
 
 def read(x: Operand, at: Int32, registers: cute.Tensor):
-    """16 x 16 numbers, into 8 registers of 16 bits. The swizzle is written out where `at` is made: with the DSL's own (4.8.1) every operand
-    takes four to eight registers for addresses, and the loop has none left.
-    """
+    """16 x 16 numbers, into 8 registers of 16 bits. The swizzle is written out (`turned`): by the DSL's own each operand has 4 to 8 addresses."""
     pointer = cute.make_ptr(registers.element_type, at, cute.AddressSpace.smem, assumed_align=jit.BYTES)
     cute.copy(x.atom, cute.make_tensor(pointer, cute.make_layout(WIDE)), registers)
 
@@ -339,17 +333,12 @@ def arrive(loads: Loads, n_block: Int32, t: Constexpr[int], slot: Int32, ragged:
     """Wait for the tile in `slot`, and ask for the one that takes the place of the last one before it."""
     arch.cp_async_wait_group(config.ring - 2)
     arch.sync_threads()  # all threads' copies are there, and all warps have left the tile before
-    ask(loads, n_block, t, before(slot, config), ragged, config)
+    ask(loads, n_block, t, config.ring - 1 if slot == 0 else slot - 1, ragged, config)
 
 
 @cute.jit
 def after(slot: Int32, config: Constexpr[Config]) -> Int32:
     return 0 if slot == config.ring - 1 else slot + 1
-
-
-@cute.jit
-def before(slot: Int32, config: Constexpr[Config]) -> Int32:
-    return config.ring - 1 if slot == 0 else slot - 1
 
 
 def probabilities(acc_S: cute.Tensor) -> cute.Layout:
