@@ -11,6 +11,7 @@ What follows goes to pytest, or to `tilewise`. Rows of bench say "tilewise:trito
 """
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -32,7 +33,7 @@ exec {ptxas} "$@"
 def assembler(folder: Path, ptxas: str, newer: str) -> Path:
     """A program in `folder` that is `ptxas`, but assembles for the architecture `newer` whatever it is asked for."""
     made = folder / "ptxas"
-    made.write_text(WRAPPER.format(newer=newer, ptxas=ptxas))
+    made.write_text(WRAPPER.format(newer=newer, ptxas=shlex.quote(ptxas)))
     made.chmod(made.stat().st_mode | stat.S_IXUSR)
     return made
 

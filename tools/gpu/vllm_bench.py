@@ -68,17 +68,16 @@ def main() -> int:
         return child(backend, part, eager == "eager", options)
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        timed = ",".join(part for part in options.parts.split(",") if part != "agree")  # by one engine
-        for backend, part in itertools.product(
-            options.backends.split(","), [part for part in ("agree", timed) if part in options.parts and part]
-        ):
+        parts = options.parts.split(",")
+        jobs = ["agree"] * ("agree" in parts) + [",".join(part for part in parts if part != "agree")]  # what is timed, by one engine
+        for backend, part in itertools.product(options.backends.split(","), filter(None, jobs)):
             for way in options.ways.split(",") if part == "agree" else ("graphs",):
                 command = [sys.executable, __file__, *sys.argv[1:], "--one", f"{backend};{part};{way}", "--models", folder]
                 start = time.perf_counter()
                 code = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
                 failed += code != 0
                 print(f"{backend} {part} {way}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
-        if "agree" in options.parts:
+        if "agree" in parts:
             compare(Path(folder), options)
     return int(failed > 0)
 
@@ -93,10 +92,11 @@ def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> 
         large_model(folder, options), backend, eager, options.dtype, max(options.new) if "prefill" in part else 16384,
         max(*options.lengths, max(options.cached) + max(options.new)) + TOKENS + PAGE, dummy=True, sequences=max(options.sequences),
     )  # fmt: skip
-    room = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks * llm.llm_engine.vllm_config.cache_config.block_size
+    cache = llm.llm_engine.vllm_config.cache_config
+    of_engine = {"backend": backend, "block": cache.block_size, "layers": options.layers, "dtype": options.dtype}
     for name in part.split(","):
-        for row in {"decode": decode, "prefill": prefill}[name](llm, room, options):
-            keep({"part": name, "backend": backend, "layers": options.layers, "dtype": options.dtype, **row}, options)
+        for row in {"decode": decode, "prefill": prefill}[name](llm, cache.num_gpu_blocks * cache.block_size, options):
+            keep({"part": name, **of_engine, **row}, options)
     return 0
 
 

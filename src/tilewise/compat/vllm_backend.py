@@ -229,7 +229,7 @@ class Impl(AttentionImpl):
         q, out = query[:tokens], output[:tokens]
         if self.dcp_world_size > 1:
             ranks = {"cp_rank": self.dcp_rank, "cp_world": self.dcp_world_size, "cp_interleave": batch.interleave}
-            _across_ranks(q, out, lambda q, out: _attend(q, k_cache, v_cache, out, batch, **words, **ranks, return_lse=True)[1])
+            _across_ranks(q, out, lambda q, part: _attend(q, k_cache, v_cache, part, batch, **words, **ranks, return_lse=True)[1])
         else:
             _attend(q, k_cache, v_cache, out, batch, **words)
         return output
@@ -270,23 +270,21 @@ class Impl(AttentionImpl):
 
 
 def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, batch: Metadata, **words: Any) -> Any:
-    """`decode` of a batch's queries (tokens, heads, head_dim) into `out`; LSE, if asked for, is (tokens, heads)."""
+    """`decode` of a batch's queries (tokens, heads, head_dim) into `out`, and what it returns."""
     if batch.uniform:
         each = batch.seq_lens.shape[0], batch.uniform
-        found = decode(q.unflatten(0, each), k_cache, v_cache, out=out.unflatten(0, each), **words)
-    else:
-        found = decode(q, k_cache, v_cache, cu_seqlens_q=batch.query_start_loc, out=out, **words)
-    return (out, found[1].transpose(-1, -2).reshape(out.shape[:2])) if isinstance(found, tuple) else found
+        return decode(q.unflatten(0, each), k_cache, v_cache, out=out.unflatten(0, each), **words)
+    return decode(q, k_cache, v_cache, cu_seqlens_q=batch.query_start_loc, out=out, **words)
 
 
 def _across_ranks(q: Tensor, out: Tensor, attend: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Write `out` of this rank's heads, where each rank holds a share of every sequence's keys: all ranks' heads meet the keys that lie here, and
-    what they get is summed over ranks in fp32, weighted by LSE. attend: writes its second argument, and returns LSE (tokens, heads).
+    what they get is summed over ranks in fp32, weighted by LSE. attend: writes its second argument, and returns LSE (..., heads, tokens).
     """
     group = _group()
     q = group.all_gather(q.contiguous(), 1)
     part = torch.empty(*q.shape[:2], out.shape[2], dtype=torch.float32, device=q.device)
-    lse = attend(q, part).float()
+    lse = attend(q, part).transpose(-1, -2).reshape(part.shape[:2])
     weight = (lse - group.all_gather(lse[None].contiguous(), 0).logsumexp(0)).exp().nan_to_num(0.0)  # nan: no rank has a key
     out.copy_(group.reduce_scatter(part * weight[..., None], 1))
 

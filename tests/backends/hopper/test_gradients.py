@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, PrefixTree, SlidingWindow, Unread
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, Part, PerHead, PrefixLM, PrefixTree, SlidingWindow, Unread
 from tilewise.problem import LEAST_SOFTCAP, Call
 
 H100, H200 = (plan.Board(132, again) for _, again in plan.AGAIN)
@@ -159,7 +159,6 @@ TREE, SINK = PrefixTree.group(1024, [512] * 6), SlidingWindow(100, 0) | FirstKey
         (SINK, 64, 4, 16, 48),
         (SlidingWindow(100, 0) | SlidingWindow(300, -300), 8, 1, 8, 1),  # walks of one length
         (Full() - Full(), 8, 1, 8, 1),
-        (PrefixLM(2000), 32, 4, 0, 8),  # a group reads much
         (PrefixLM(2000), 512, 1, 512, 1),
     ],
     ids=str,
@@ -185,6 +184,25 @@ def test_a_group_walks_together_where_its_heads_see_the_same(mask, apart):
         q, k = (torch.empty(2, 900, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
         assert plan.config_of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)).planes_apart == (apart or dim > 128)
         assert not plan.config_of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True)).planes_apart or dim > 128
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [Causal(), TREE, SINK, PerHead({(0, 3): Causal(), (3, 8): FirstKeys(9)})], ids=str)
+def test_parts_add_to_dq_in_one_order(mask, dim):
+    """That of the whole call, whatever their rows and heads: all heads ascend. Those of a group walk as they do there."""
+    apart = set()
+    for rows in ([(0, 4096)], [(0, 64), (3840, 4096)], [(128, 192)]):
+        for first, last in ((0, 8), (0, 4), (4, 8)):
+            part = Part(mask, 4096, rows, (first, last, 8))
+            for heads_k, batch in (((last - first) // 4, 1), (last - first, 3)):
+                q, k = (
+                    torch.empty(batch, n, h, dim, dtype=torch.bfloat16, device="meta")
+                    for n, h in ((part.length, last - first), (4096, heads_k))
+                )
+                found = plan.Plan.of(Call(q=q, k=k, v=k, mask=part, scale=1.0, grad=True), H100)
+                assert found.turns[0][1].ascending == batch * heads_k
+                apart |= {found.config.planes_apart} if heads_k < last - first else set()
+    assert apart == {isinstance(mask, PerHead)}
 
 
 def test_a_board_is_known_by_its_cache(monkeypatch):

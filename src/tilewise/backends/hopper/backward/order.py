@@ -25,7 +25,7 @@ class Order(NamedTuple):
 
     num_sms: Int32  # thread blocks that run at a time
     ascending: Int32  # number of ascending heads, which come first; band masks only
-    abreast: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents the number of heads
+    abreast: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents or tables the number of heads
     together: Int32  # descending heads that take turns
     behind: Int32  # a block finishes the dQ of the block this many numbers before it (finish.py)
     shared_from: Int32  # blocks of keys from this number on, those of the last wave, are shared (shares.py); where all keys are seen

@@ -12,7 +12,7 @@ from tilewise.backends.hopper import changes, visibility
 from tilewise.backends.hopper.backward.config import ONE_BLOCK, PIECE, Config, configure
 from tilewise.backends.hopper.operands import Turns
 from tilewise.backends.tables.band import band_of
-from tilewise.masks import Documents, Full
+from tilewise.masks import Documents, Full, Part
 from tilewise.masks.tiles import Runs, lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
@@ -96,9 +96,11 @@ def config_of(call: Call) -> Config:
 
 
 def _planes_apart(config: Config, call: Call) -> bool:
-    """Whether a mask has tables, and query heads of one group see different keys."""
+    """Whether a mask has tables, and query heads of one group see different keys. Of a part's heads as of all: dK and dV have the same bits."""
     if config.sees != "runs" or not config.by_keys or call.group == 1 or call.mask.extent[1] == 1:
         return False
+    if isinstance(call.mask, Part):
+        return True
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     return any(end % call.group for plane in planes for end in (plane.heads.start, plane.heads.stop))
 
@@ -217,7 +219,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
         return 1
     fit = ASCENDING // _read(config, group, seqlen_q)
     most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
-    return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
+    return next(n for n in range(most, 0, -1) if config.sees not in ("rows", "runs") or heads % n == 0)
 
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
@@ -297,15 +299,15 @@ def _under_tables(call: Call, config: Config, heads: int, num_sms: int) -> tuple
     Ascending heads end with their first keys. Where these are seen by most queries (a prefix that many sequences share, a sink), their walks are the
     longest by far, and the last head's would be walked alone. Descending heads begin with these walks, and others follow them from tile to tile in a
     chain, which takes as long as there are blocks: so as many heads descend as have as much work as all multiprocessors of the longer of the two.
-    As under a causal mask, all of them do where a group that goes from tile to tile together reads much.
+    All heads of a part ascend, whatever its rows and heads are: the order of additions to dQ is that of the whole call, and so are the bits.
     """
+    if isinstance(call.mask, Part):
+        return heads, 1
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     walks = np.stack([_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes])
     blocks, longest, total = walks.shape[1], int(walks.max()), float(walks.sum()) / len(planes)
     alike = 2 * longest * blocks <= 3 * total or TAIL * longest * num_sms <= total * heads
     descending = 0 if alike else min(heads, math.ceil(num_sms * max(longest, blocks) / total))
-    if call.group > 1 and not config.planes_apart and _read(config, call.group, int(total / blocks * config.tile_m)) >= CACHE:
-        return 0, _evenly(heads, max(SHARING, descending))
     return heads - descending, max(1, descending)
 
 

@@ -22,8 +22,8 @@ class Visit(NamedTuple):
 
     tile: Int32
     ref: Int32
-    turn: Int32
-    unused: Int32  # it is copied in 16 bytes
+    turn: Int32  # of descending heads
+    turn_of_ascending: Int32
 
 
 class Walk(NamedTuple):
@@ -93,9 +93,8 @@ def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) 
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
-        return Walk(
-            first, Int32(1), first, last, first, first
-        )  # always up: a direction more would take registers that the adding warps lack
+        # Always up: a direction more would take registers that the adding warps lack.
+        return Walk(first, Int32(1), first, last, first, first)
     return walk
 
 

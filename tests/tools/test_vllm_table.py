@@ -1,0 +1,24 @@
+"""docs/guide/serving.md says what the committed rows say."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    return importlib.import_module("vllm_table")
+
+
+def test_the_page_is_what_the_rows_make(tool):
+    text = tool.PAGE.read_text(encoding="utf-8")
+    assert tool.refreshed(text, tool.load()) == text, "run `python tools/vllm_table.py`"
+    assert text.count("| 4,096 behind 65,536 |") == 1
+
+
+def test_the_newest_row_of_a_cell_counts(tool):
+    where = {"device": "X", "vllm": "1", "torch": "1", "commit": "c", "date": "2026-01-01T00"}
+    row = {"new": 10, "cached": 0, "backend": "CUSTOM", "block": 64, "environment": where}
+    assert tool.prefill([row | {"tokens_per_s": 1e3}, row | {"tokens_per_s": 2e3}])[2] == "| 10 behind 0 | 2.0 | – | – |"
