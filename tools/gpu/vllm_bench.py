@@ -77,8 +77,8 @@ def main() -> int:
                 code = subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
                 failed += code != 0
                 print(f"{backend} {part} {way}: exit {code}, {time.perf_counter() - start:.0f} s", flush=True)
-        if "agree" in parts:
-            compare(Path(folder), options)
+                if part == "agree" and code == 0:
+                    compare(Path(folder), backend, way, options)
     return int(failed > 0)
 
 
@@ -163,21 +163,20 @@ def agree(llm) -> list:
     return [[(token, of[token].logprob) for of, token in zip(each.logprobs, each.token_ids, strict=True)] for each in outputs]
 
 
-def compare(folder: Path, options: argparse.Namespace) -> None:
-    """A row for each backend and way, next to the first one's eager run."""
-    first = options.backends.split(",")[0]
-    said = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.*.json"))}
-    base = said.get(f"{first}.eager")
-    for name, found in said.items() if base is not None else ():
-        alike, apart = 0, 0.0
-        for one, other in zip(base, found, strict=True):
-            for (token, logprob), (own, its) in zip(one, other, strict=True):
-                if token != own:
-                    break
-                alike, apart = alike + 1, max(apart, abs(logprob - its))
-        backend, _, way = name.partition(".")
-        row = {"tokens": sum(map(len, base)), "before_the_first_difference": alike, "largest_difference_of_logprobs": apart}
-        keep({"part": "agree", "backend": backend, "way": way, "of": f"{first}.eager", "dtype": options.dtype, **row}, options)
+def compare(folder: Path, backend: str, way: str, options: argparse.Namespace) -> None:
+    """A row of what this backend said, next to the first one's first run."""
+    first, first_way = options.backends.split(",")[0], options.ways.split(",")[0]
+    if not (folder / f"{first}.{first_way}.json").exists():  # it failed, and said so
+        return
+    base, found = (json.loads((folder / f"{each}.json").read_text()) for each in (f"{first}.{first_way}", f"{backend}.{way}"))
+    alike, apart = 0, 0.0
+    for one, other in zip(base, found, strict=True):
+        for (token, logprob), (own, its) in zip(one, other, strict=True):
+            if token != own:
+                break
+            alike, apart = alike + 1, max(apart, abs(logprob - its))
+    row = {"tokens": sum(map(len, base)), "before_the_first_difference": alike, "largest_difference_of_logprobs": apart}
+    keep({"part": "agree", "backend": backend, "way": way, "of": f"{first}.{first_way}", "dtype": options.dtype, **row}, options)
 
 
 def decode(llm, room: int, options: argparse.Namespace):
