@@ -156,13 +156,15 @@ def _rows_of(workload: Workload, impls: list[Impl], timing: Timing, device: torc
         usual, _ = _calls(replace(workload, data=NORMAL), [each for each in prepared if ours(each[0].name)], device)
     timed = _timed(calls, timing, device, graphs=workload.direction != "bwd")
     peaks = {name: peak_extra_bytes(call, device)[1] for name, call in calls.items()} if memory else {}
-    most = ceiling(device, workload.dtype) if calls else None
     rows = []
     for impl, attend, row in checked:
         name = impl.name
         if attend is None or name in failed:
             rows.append(replace(row, reason=failed.get(name, row.reason)))
             continue
+        eight = getattr(impl, "in_eight_bits", False) and device.type == "cuda"
+        most = ceiling(device, torch.float8_e4m3fn if eight else workload.dtype)
+        row = replace(row, ceiling_dtype="e4m3" if eight else None)
         for clock, stats in timed[name].items():
             over = _over_normal(calls[name], usual[name], clock, timing, device) if name in usual else None
             rows.append(replace(timed_row(row, clock, stats, most), over_normal=over, peak_extra_bytes=peaks.get(name)))

@@ -38,6 +38,7 @@ class Row:
     paper_flops_per_s: float | None = None
     ceiling_share: float | None = None  # of the roofline of the rates measured in the same run
     ceiling_flops_per_s: float | None = None
+    ceiling_dtype: str | None = None  # of that product, where it is not the case's
     ceiling_bytes_per_s: float | None = None
     peak_extra_bytes: int | None = None
     tokens_per_s: float | None = None  # of a training's steps, as what follows; see training.py

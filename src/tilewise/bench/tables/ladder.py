@@ -138,7 +138,9 @@ def caption(measured: list[Row]) -> str:
 
 
 def share(row: Row | None) -> str:
-    if row is None or not row.ceiling_flops_per_s or in_eight_bits(row.impl):
+    if (
+        row is None or not row.ceiling_flops_per_s or (in_eight_bits(row.impl) and row.ceiling_dtype is None)
+    ):  # a product in bf16 says nothing of it
         return MISSING
     return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
 
@@ -205,7 +207,9 @@ def _date(row: Row) -> str:
 
 
 def _matmul(row: Row) -> str:
-    return f"; a large matmul in the same run: {row.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s" if row.ceiling_flops_per_s else ""
+    if not row.ceiling_flops_per_s:
+        return ""
+    return f"; a large matmul {f'in {row.ceiling_dtype} ' if row.ceiling_dtype else ''}in the same run: {row.ceiling_flops_per_s * 1e-12:.0f} TFLOP/s"
 
 
 _LADDER = re.compile(r"(<!-- ladder:begin -->\n).*?(<!-- ladder:end -->)", re.DOTALL)
