@@ -1,19 +1,22 @@
-"""Variants of the Hopper backward pass, in turns in one process, beside other contenders, on a machine with a Hopper GPU.
+"""Variants of Hopper's kernels, in turns in one process, next to other contenders, on a machine with a Hopper GPU.
 
 python lab/instruments/variants.py, and
 
     --variant "two rows: stages=4, pairwise=False"    names of backward.config.Config.of that differ from what ships
     --variant "turns: together=8, abreast=4"          and of the order: descending heads, at least; ascending heads that take turns
+    --direction fwd --variant "short: from_zero=True" of the forward pass: fields of forward.config.Config
+    --direction fwd --precision fp8 --variant "one: cluster=1"    of that in 8 bits: fields of eight_bits.config.Config
 
-What ships is measured first, as "base". A variant's gradients are compared with each other bit by bit, RUNS times, and with the base's within CLOSE;
+What ships is measured first, as "base". A variant's results are compared with each other bit by bit, RUNS times, and with the base's within CLOSE;
 a row says whether they have the base's bits, too, as where all that differs is when things are done. Kernels are compiled ahead, side by
 side. Workloads are chosen by --set, --dtype and --direction as in `tilewise bench`, and of these by --only, patterns of their ids.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -29,18 +32,22 @@ CLOSE = 2**-7  # of the largest number: gradients are rounded to eight bits
 
 class Variant(NamedTuple):
     name: str
-    config: dict  # as backward.config.Config.but takes them
+    config: dict  # fields of the pass's Config
     order: dict  # of ORDER
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", action="append", default=[], type=variant_from, metavar="'NAME: FIELD=VALUE, ...'")
+    parser.add_argument("--variant", action="append", default=[], metavar="'NAME: FIELD=VALUE, ...'")
     with_workloads(parser, "papers", "bwd", impls="fa4")
+    parser.add_argument("--precision", default="", help="fp8, int8, int8_qk")
     parser.add_argument("--budget", type=float, default=0.2, metavar="SECONDS", help="to time one of them (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="append a row for each workload, as JSON lines")
     arguments = parser.parse_args(argv)
-    variants = [Variant("base", {}, {}), *arguments.variant]
+    try:
+        variants = [Variant("base", {}, {}), *(variant_from(text, fields_of(arguments)) for text in arguments.variant)]
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
     if len({variant.name for variant in variants}) < len(variants):
         parser.error("variants have names of their own, and what ships is called base")
     try:
@@ -49,9 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     require_hopper()
     workloads = list(dict.fromkeys(workload for workload, _ in chosen))
-    compile_ahead(kernels_of(workloads, variants))
+    compile_ahead(kernels_of(workloads, variants, arguments.precision))
     for workload in workloads:
-        row = measure(workload, variants, [impl for of, impl in chosen if of == workload], arguments.budget)
+        row = measure(workload, variants, [impl for of, impl in chosen if of == workload], arguments.budget, arguments.precision)
         print(line(row), flush=True)
         if arguments.out:
             with arguments.out.open("a", encoding="utf-8") as file:
@@ -59,21 +66,33 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def variant_from(text: str) -> Variant:
-    """Raises ArgumentTypeError for what is no variant."""
+def fields_of(arguments: argparse.Namespace) -> list[str]:
+    """What a variant of the pass that is measured may name."""
     from tilewise.backends.hopper.backward.config import names
+    from tilewise.backends.hopper.eight_bits.config import Config as EightBits
+    from tilewise.backends.hopper.forward.config import Config as Forward
 
-    name, found = named(text, [*names(), *ORDER], "backward.config and the order")
+    if arguments.precision:
+        return [each.name for each in dataclasses.fields(EightBits)]
+    return [*names(), *ORDER] if arguments.direction == "bwd" else [each.name for each in dataclasses.fields(Forward)]
+
+
+def variant_from(text: str, fields: list[str]) -> Variant:
+    """Raises ArgumentTypeError for what is no variant."""
+    name, found = named(text, fields, "the Config of the pass, and of its order")
     order = {field: found.pop(field) for field in ORDER if field in found}
     return Variant(name, found, order)
 
 
 @contextmanager
-def in_place(variant: Variant):
-    """The backward pass as the variant has it."""
+def in_place(variant: Variant, grad: bool = True, precision: str = ""):
+    """Calls that are bound meanwhile have their pass, backward or forward, as the variant has it."""
     from tilewise.backends.hopper.backward import plan
+    from tilewise.backends.hopper.eight_bits import call as eight_bits
+    from tilewise.backends.hopper.forward import plan as forward
+    from tilewise.runtime import call_cache
 
-    shipped_config, shipped_order = plan.config_of, plan._order
+    shipped_order = plan._order
 
     def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others):
         num_sms, ascending, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
@@ -84,15 +103,23 @@ def in_place(variant: Variant):
         ascending = max(0, heads - together) // abreast * abreast if ascending else 0
         return num_sms, ascending, abreast, heads - ascending if ascending else together, of_queries, 3 * num_sms // 2 + abreast * n_blocks
 
-    with (
-        mock.patch.object(plan, "config_of", lambda call: shipped_config(call).but(**variant.config)),
-        mock.patch.object(plan, "_order", order if variant.order else shipped_order),
-    ):
+    module = eight_bits if precision else plan if grad else forward
+    shipped = module.config_of
+    changed = (
+        (lambda call: shipped(call).but(**variant.config)) if grad else (lambda call: dataclasses.replace(shipped(call), **variant.config))
+    )
+    call_cache.forget()  # calls bound as another variant has them
+    with ExitStack() as patches:
+        if variant.config:
+            patches.enter_context(mock.patch.object(module, "config_of", changed))
+        if variant.order:
+            patches.enter_context(mock.patch.object(plan, "_order", order))
         yield
+    call_cache.forget()
 
 
-def kernels_of(workloads, variants: list[Variant]) -> list[tuple]:
-    """What all of them need, of both passes."""
+def kernels_of(workloads, variants: list[Variant], precision: str = "") -> list[tuple]:
+    """What all of them need."""
     import torch
 
     from tilewise.backends.hopper import Hopper
@@ -106,25 +133,27 @@ def kernels_of(workloads, variants: list[Variant]) -> list[tuple]:
             torch.empty((workload.batch, *sizes), dtype=workload.dtype, device="meta") for sizes in zip(lengths, heads, dims, strict=True)
         )
         for variant in variants:
-            with in_place(variant):
-                found += Hopper().kernels(Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0, grad=True))
+            with in_place(variant, workload.grad, precision):
+                found += Hopper().kernels(
+                    Call(q=q, k=k, v=v, mask=workload.mask, scale=1.0, grad=workload.grad, precision=precision or None)
+                )
     return found
 
 
-def measure(workload, variants: list[Variant], others: list, budget: float) -> dict:
+def measure(workload, variants: list[Variant], others: list, budget: float, precision: str = "") -> dict:
     """A row: milliseconds of each, whether all runs of a variant gave the same bits, close to the base's, and whether these are the base's."""
     import torch
 
-    from tilewise.bench import find
     from tilewise.bench.provenance import provenance
     from tilewise.bench.runner import call_of
     from tilewise.bench.timing import interleave
 
     device = torch.device("cuda")
     inputs = workload.inputs(2, device)
-    (ours,) = find("tilewise")
-    shipped = call_of(ours.prepare(workload, device), workload, inputs)
-    calls = {variant.name: calling(shipped, variant) for variant in variants}
+    calls = {}
+    for variant in variants:
+        with in_place(variant, workload.grad, precision):
+            calls[variant.name] = bound(workload, inputs, precision)
     base, same, bits = calls["base"](), {}, {}
     for variant in variants:
         runs = [calls[variant.name]() for _ in range(RUNS)]
@@ -148,23 +177,31 @@ def measure(workload, variants: list[Variant], others: list, budget: float) -> d
     }
 
 
-def calling(shipped, variant: Variant):
-    """A call of the shipped backward pass, as the variant has it."""
+def bound(workload, inputs, precision: str):
+    """Our call as it is bound now: its gradients, or O and LSE."""
+    import torch
 
-    def call():
-        with in_place(variant):
-            return shipped()
+    from tilewise.backends.hopper import Hopper
+    from tilewise.bench import find
+    from tilewise.bench.runner import call_of
 
-    return call
+    if workload.grad:
+        (ours,) = find("tilewise")
+        gradients = call_of(ours.prepare(workload, inputs.q.device), workload, inputs)
+        gradients()  # which binds it
+        return gradients
+    call = dataclasses.replace(workload.call(), q=inputs.q, k=inputs.k, v=inputs.v, precision=precision or None)
+    kept = Hopper().bind(call)
+    return torch.no_grad()(lambda: kept.results(call))
 
 
 def line(row: dict) -> str:
-    """A workload's times, each with its part of the base's, whose gradients are wrong or differ from run to run, and whose bits are others."""
+    """A workload's times, each with its part of the base's, whose results are wrong or differ from run to run, and whose bits are others."""
     base = row["results"]["base"]["ms"]
     times = "  ".join(f"{name} {each['ms']:.4f} ({each['ms'] / base:.4f})" for name, each in row["results"].items())
     wrong = ", ".join(name for name, same in row["same"].items() if not same)
     others = ", ".join(name for name, same in row["bits_of_base"].items() if not same)
-    return f"{row['workload']}: {times}{'; OTHER GRADIENTS: ' + wrong if wrong else ''}{'; other bits: ' + others if others else ''}"
+    return f"{row['workload']}: {times}{'; OTHER RESULTS: ' + wrong if wrong else ''}{'; other bits: ' + others if others else ''}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """lab/instruments/variants.py without a GPU: what a variant is, that the backward pass takes it, and what is compiled ahead."""
 
 import argparse
+import dataclasses
 import importlib
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import configure
 from tilewise.bench.sets.named import gpu_shapes, paper_sweep
+from tilewise.masks import Full
 
 BOARD = plan.Board(132, 0)
 
@@ -22,8 +24,12 @@ def variants(monkeypatch):
     return importlib.import_module("variants")
 
 
+def of_gradients(variants, text):
+    return variants.variant_from(text, variants.fields_of(argparse.Namespace(direction="bwd", precision="")))
+
+
 def test_a_variant(variants):
-    found = variants.variant_from("two: stages=4, pairwise=False, together=6")
+    found = of_gradients(variants, "two: stages=4, pairwise=False, together=6")
     assert found == ("two", {"stages": 4, "pairwise": False}, {"together": 6})
 
 
@@ -32,13 +38,13 @@ def test_a_variant(variants):
     [
         ("two", "is not of the form"),
         ("two:", "is not of the form"),
-        ("two: stagse=4", "'stagse' is no choice of backward.config"),
+        ("two: stagse=4", "'stagse' is no choice of the Config"),
         ("two: stages=four", "stages is 'four', which is no value"),
     ],
 )
 def test_what_is_no_variant(variants, text, said):
     with pytest.raises(argparse.ArgumentTypeError, match=said):
-        variants.variant_from(text)
+        of_gradients(variants, text)
 
 
 def test_an_order_takes_its_place(variants):
@@ -46,9 +52,9 @@ def test_an_order_takes_its_place(variants):
     given = configure(torch.bfloat16, 128, 128, "causal", 4096), 4, 4096, 16, 4096, 16, BOARD, False
     shipped = plan._order(*given)
     assert shipped[:4] == (132, 56, 4, 8)
-    with variants.in_place(variants.variant_from("turns: abreast=12")):
+    with variants.in_place(of_gradients(variants, "turns: abreast=12")):
         assert plan._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
-    with variants.in_place(variants.variant_from("down: together=16")):
+    with variants.in_place(of_gradients(variants, "down: together=16")):
         assert plan._order(*given) == (132, 48, 4, 16, *shipped[4:])
     assert plan._order(*given) == shipped
 
@@ -56,7 +62,7 @@ def test_an_order_takes_its_place(variants):
 @pytest.mark.parametrize("order", ["abreast=3", "abreast=0", "together=65", "together=0"])
 def test_an_order_that_would_leave_heads_out(variants, order):
     given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, BOARD, False
-    with variants.in_place(variants.variant_from(f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
+    with variants.in_place(of_gradients(variants, f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
         plan._order(*given)
 
 
@@ -72,10 +78,21 @@ def test_kernels_are_compiled_ahead(variants, monkeypatch):
     workloads = [paper_sweep(direction="bwd")[20], gpu_shapes(direction="bwd")[0]]
     with pytest.raises(SystemExit, match="no such thing"):
         variants.compile_ahead(
-            variants.kernels_of(workloads, [variants.Variant("base", {}, {}), variants.variant_from("one: pairwise=False")])
+            variants.kernels_of(workloads, [variants.Variant("base", {}, {}), of_gradients(variants, "one: pairwise=False")])
         )
     backward = [kernel.config for kernel in asked if kernel.launch == gradients.LAUNCH]
     assert len(asked) == len(set(asked)) and sorted(each.whole.pairwise for each in backward) == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("precision", "text"), [("", "long: from_zero=False"), ("fp8", "one: cluster=1")])
+def test_a_variant_of_the_forward_pass(variants, precision, text):
+    variant = variants.variant_from(text, variants.fields_of(argparse.Namespace(direction="fwd", precision=precision)))
+    (workload,) = [each for each in paper_sweep(direction="fwd") if each.head_dim == 128 and each.seqlen_q == 4096 and each.mask == Full()]
+    base, other = (
+        {kernel.config for kernel in variants.kernels_of([workload], [each], precision) if hasattr(kernel.config, "tile_m")}
+        for each in (variants.Variant("base", {}, {}), variant)
+    )
+    assert len(base) == len(other) == 1 and other == {dataclasses.replace(*base, **variant.config)} != base
 
 
 def test_a_line(variants):
@@ -86,6 +103,6 @@ def test_a_line(variants):
         "bits_of_base": {"base": True, "one": False},
     }
     times = "w: base 2.0000 (1.0000)  one 1.5000 (0.7500)  fa4 2.5000 (1.2500)"
-    assert variants.line(row) == f"{times}; OTHER GRADIENTS: one; other bits: one"
+    assert variants.line(row) == f"{times}; OTHER RESULTS: one; other bits: one"
     assert variants.line(row | {"same": {"base": True, "one": True}}) == f"{times}; other bits: one"
     assert variants.line(row | {name: {"base": True, "one": True} for name in ("same", "bits_of_base")}) == times
