@@ -108,6 +108,8 @@ def engine(model: Path, backend: str, eager: bool, dtype: str, batched: int, lon
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TILEWISE_VLLM_CPU": str(int(backend == "CPU"))}
     else:
         given["attention_backend"] = backend
+        if not dummy:  # a small model, which may share its GPU
+            given |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
     if backend in ("CPU", "CUSTOM"):
         from tilewise.compat import vllm as plugin
 
