@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tilewise.bench import timing
 from tilewise.bench.timing import MOST_ROUNDS, Ceiling, Stats, _event_sampler, ceiling, interleave
 
 
@@ -94,6 +95,21 @@ def test_a_sample_without_a_head_start_is_taken_again(monkeypatch, late, taken, 
         monkeypatch.setattr(torch.cuda, name, fake)
     sample = _event_sampler(lambda: calls.append(1), torch.device("cpu"), flush=True)
     assert [sample() for _ in range(3)] == kept and len(calls) == 1 + taken
+
+
+def test_what_is_timed_first_waits_where_memory_was_given_back(monkeypatch):
+    """Once for each time that more of it was."""
+    freed, rested = iter([0, 3, 3, 4]), []
+    fakes = {"memory_stats": lambda device: {"num_device_free": next(freed)}, "synchronize": lambda device: None}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(timing, "_FREED", {})
+    monkeypatch.setattr(timing.time, "sleep", rested.append)
+    waited = []
+    for _ in range(4):
+        timing._rest(torch.device("cuda"))
+        waited.append(len(rested))
+    assert waited == [0, 1, 1, 2] and rested[0] == timing.REST_S
 
 
 def test_clocks_that_do_not_exist_here():
