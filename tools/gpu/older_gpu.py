@@ -10,7 +10,9 @@ its memory and clocks would make of them is not seen.
 What follows goes to pytest, or to `tilewise`. Rows of bench say "tilewise:triton" and this GPU's name: keep them apart.
 """
 
+import importlib
 import os
+import pkgutil
 import shlex
 import stat
 import subprocess
@@ -40,11 +42,13 @@ def assembler(folder: Path, ptxas: str, newer: str) -> Path:
 
 def take_place(arch: str) -> None:
     """From now on the Triton backend of this process compiles for `arch`, on whatever GPU."""
-    from tilewise.backends.triton import append, bound, decode, targets
+    from tilewise.backends import triton
 
-    target = targets.Target(arch)
-    for module in (targets, append, bound, decode):
-        module.of_device = lambda device: target
+    target = importlib.import_module("tilewise.backends.triton.targets").Target(arch)
+    for each in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."):
+        module = importlib.import_module(each.name)
+        if hasattr(module, "of_device"):
+            module.of_device = lambda device: target
 
 
 def main() -> int:
