@@ -28,13 +28,13 @@ def test_the_assembler_is_asked_for_the_newer_gpu(tool, tmp_path):
 
 
 def test_kernels_are_those_of_the_older_gpu(tool, monkeypatch):
-    from tilewise.backends.triton import append, bound, decode, targets
+    from tilewise.backends.triton import append, bound, decode, merging, targets, tune
     from tilewise.masks import Causal
     from tilewise.problem import Call
 
-    for module in (targets, append, bound, decode):
+    for module in (targets, append, bound, decode, merging, tune):
         monkeypatch.setattr(module, "of_device", module.of_device)
     tool.take_place("sm_89")
     q = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16)
     forward = bound.Bound(Call(q=q, k=q, v=q, mask=Causal(), scale=1.0))
-    assert forward.target == targets.Target("sm_89") == targets.of_device(torch.device("cpu"))
+    assert forward.target == targets.Target("sm_89") == targets.of_device(torch.device("cpu")) == merging.of_device(torch.device("cpu"))
