@@ -50,7 +50,7 @@ if chosen tune; then
   cat "$folder/tune" >> "$OUT"
 fi
 if chosen bench; then
-  "$PYTHON" -m tilewise bench --set triton --impl tilewise:triton,sdpa:flash,flex --dtype bf16 --direction fwd,bwd --device cuda --clock events \
+  "$PYTHON" -m tilewise bench --set triton --impl tilewise:triton,sdpa:flash,sdpa:efficient,flex --dtype bf16 --direction fwd,bwd --device cuda --clock events \
     --budget 0.2 --no-memory --out "$folder/bench.jsonl" || failed=1
 fi
 part "rows"
