@@ -1,6 +1,8 @@
-"""The Triton backend's speed does not depend on the data: a finite input takes at most 1.25 times as long as a normal one.
+"""The Triton backend's speed does not depend on the data: a finite input takes at most 1.25 times as long as a normal one,
+and NaN that a mask hides at most 3 times.
 
-NaN and infinities, which its repairs sum up again pair by pair, are printed (-s), and held to nothing. To be run with nothing else on the GPU.
+NaN and infinities that are seen, which its repairs sum up again pair by pair, are printed (-s), and held to nothing. To be run with nothing else
+on the GPU.
 """
 
 import pytest
@@ -9,7 +11,7 @@ from hard_inputs import MASKS, ratios
 from needs_triton import NEEDS_TRITON
 
 from tilewise.backends.triton import Triton
-from tilewise.bench.sets.distributions import DISTRIBUTIONS
+from tilewise.bench.sets.distributions import DISTRIBUTIONS, HIDDEN
 
 pytestmark = NEEDS_TRITON
 
@@ -22,5 +24,6 @@ def test_no_finite_input_is_slow(head_dim, mask, grad):
     found = ratios(Triton(), Triton().backward, head_dim, mask, grad)
     pass_ = "backward" if grad else "forward"
     print(f"head_dim {head_dim}, {mask!r:.40}, {pass_}: " + ", ".join(f"{name} {x:.2f}" for name, x in found.items()))
-    slow = {name: x for name, x in found.items() if DISTRIBUTIONS[name].finite and x > DISTRIBUTIONS[name].limit}
+    held = {name: x for name, x in found.items() if DISTRIBUTIONS[name].finite or name in HIDDEN}
+    slow = {name: x for name, x in held.items() if x > DISTRIBUTIONS[name].limit}
     assert not slow, slow
