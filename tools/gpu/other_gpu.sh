@@ -41,7 +41,7 @@ part machine
 "$PYTHON" -m tilewise doctor >> "$OUT" 2>&1 || true
 if chosen tests; then
   part tests
-  "$PYTHON" -m pytest -rfE tests/gpu/test_triton.py tests/gpu/test_triton_decode.py 2>&1 | tee "$folder/tests" || failed=1
+  "$PYTHON" -m pytest -rfE tests/gpu/test_triton{,_decode,_eight_bits,_random}.py 2>&1 | tee "$folder/tests" || failed=1
   tail -n 60 "$folder/tests" >> "$OUT"
 fi
 if chosen tune; then
