@@ -65,8 +65,32 @@ RATES = {
     "sm_120": ("RTX 5090", Rates(209.5, 838, 170, 2.41, 128)),
     "gfx90a": ("MI210", Rates(181, 181, 104, 1.7, 64)),
     "gfx942": ("MI300X", Rates(1307, 2615, 304, 2.1, 128)),
+    "gfx950": ("MI355X", Rates(2517, 5033, 256, 2.4, 128)),
     "gfx1100": ("RX 7900 XTX", Rates(123, 123, 96, 2.5, 64)),
     "gfx1201": ("RX 9070 XT", Rates(195, 389, 64, 2.97, 64)),
+}
+
+
+class Room(NamedTuple):
+    """What the blocks of a multiprocessor share (of AMD's: of a compute unit, whose quarters or halves have the registers)."""
+
+    parts: int  # that have registers of their own
+    registers: int  # of a part, for one lane
+    step: int  # registers are given out in so many
+    most: int  # warps of a part
+    shared: int  # KiB
+    kept: int = 0  # KiB of them for each block, beside its own
+
+
+ROOMS = {  # by family
+    "sm80": Room(4, 512, 8, 16, 164, 1),
+    "sm86": Room(4, 512, 8, 12, 100, 1),
+    "sm90": Room(4, 512, 8, 16, 228, 1),
+    "sm100": Room(4, 512, 8, 16, 228, 1),
+    "sm120": Room(4, 512, 8, 12, 100, 1),
+    "cdna": Room(4, 512, 8, 8, 64),
+    "gfx950": Room(4, 512, 8, 8, 160),
+    "rdna": Room(2, 1536, 24, 16, 64),
 }
 EXPONENTIALS = 16  # a clock of each unit
 OTHERS = 6  # fp32 instructions for each score of the forward kernel: scaling, maximum, sum, rounding
@@ -83,6 +107,13 @@ def predicted(rates: Rates, integers: bool = False) -> float:
     if integers:
         products, others = (1 + rates.tflops / rates.tops) / 2 * whole, OTHERS + SCALED
     return rates.tflops * whole / (products + 1 / EXPONENTIALS + others / rates.lanes)
+
+
+def blocks(target: Target, warps: int, registers: int, shared: int) -> int:
+    """How many blocks of a kernel a multiprocessor holds at once, by registers of a thread and bytes of shared memory of a block."""
+    room = ROOMS[target.family]
+    of_part = min(room.most, room.registers // (-(-registers // room.step) * room.step))
+    return min(room.parts * of_part // warps, (room.shared << 10) // (shared + (room.kept << 10)))
 
 
 @cache
@@ -117,17 +148,20 @@ def cards(table: dict) -> str:
         "shared memory of a block",
         "registers",
         "stack",
+        "blocks of a multiprocessor, warps",
         "predicted TFLOP/s",
         "with `int8_qk`",
     )
-    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|"]
+    lines = [f"| {' | '.join(titles)} |", "|---|---|---|---|---:|---:|---:|---:|---:|---:|"]
     for arch, card in CARDS.items():
-        facts, target = table[triton_inventory.Case(arch, "forward").name]["facts"], Target(arch)
+        row, target = table[triton_inventory.Case(arch, "forward").name], Target(arch)
+        facts, warps = row["facts"], Config(*row["config"]).warps
+        held = blocks(target, warps, facts["registers"], facts["shared"])
         cells = card, arch, target.family, RAN.get(arch, "compiles, not run"), f"{target.shared_bytes >> 10} KiB"
         name, rates = RATES.get(arch, ("", None))
         told = f"{predicted(rates):.0f} ({name})" if rates else ""
         eight = f"{predicted(rates, integers=True):.0f}" if rates else ""
-        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} | {told} | {eight} |")
+        lines.append(f"| {' | '.join(cells)} | {facts['registers']} | {facts['stack']} | {held}, {held * warps} | {told} | {eight} |")
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""Triton's kernels as they are compiled for Ampere: their PTX, in the emulator. The interpreter's tests say that the source is right, these what
-became of it: products of fragments, asynchronous copies, what is shared.
+"""Triton's kernels as they are compiled for Ampere, and some for Ada: their PTX, in the emulator. The interpreter's tests say that the source is
+right, these what became of it: products of fragments, asynchronous copies, what is shared.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from emulator import triton as emulated
 from tests.shared.sampled import some
 from tilewise.backends.triton import Triton, bound, decode, merging, prefix, targets
 from tilewise.masks import Causal, ChunkedCausal, Documents, SlidingWindow
-from tilewise.testing import conformance
+from tilewise.testing import cases, conformance
 from tilewise.testing.cases import Case
 
-AMPERE = targets.Target("sm_80")
+AMPERE, ADA = targets.Target("sm_80"), targets.Target("sm_89")
 SIZES = {"batch": 2, "seqlen_q": 45, "seqlen_k": 70, "heads_q": 4, "heads_k": 2}
 EVERYTHING = {"softcap": 3.0, "dropout": 0.2, "bias": "hq", "alibi": "h", "sink": True, "lse_grad": True}
 CASES = [
@@ -30,6 +30,7 @@ CASES = [
     Case(**SIZES, head_dim=32, mask=Causal(), dtype="fp32"),
     Case(**SIZES, head_dim=32, mask=ChunkedCausal(30), dtype="bf16", bias="bhq", alibi="bh", diagonal=True),
 ]
+QUICK_OF_ADA = [case for case in cases.QUICK if case.id == "b1-q128k128-h2/1-d128-causal-bf16"]  # whose tiles are not those of Ampere
 IN_EIGHT_BITS = [
     Quantised("int8", 45, 150, mask=Causal(), row_max=True),
     Quantised("int8_qk", 45, 150, mask=SlidingWindow(40, 3), dims=(96, 72), dtype=torch.float16),
@@ -41,19 +42,33 @@ IN_EIGHT_BITS = [
 
 
 @pytest.fixture
-def ampere(monkeypatch):
-    """Sets the pace of asynchronous copies."""
+def compiled_for(monkeypatch):
+    """Has kernels of a target run, at a pace of asynchronous copies."""
 
-    def set_pace(pace: str) -> None:
-        monkeypatch.setattr(bound, "launcher", partial(launcher, pace=pace))
+    def set_target(target: targets.Target, pace: str) -> None:
+        monkeypatch.setattr(bound, "launcher", lambda kernel, _: emulated.launcher(kernel, target, pace))
+        monkeypatch.setattr(bound, "of_device", lambda device: target)
 
-    def launcher(kernel, _, pace):
-        return emulated.launcher(kernel, AMPERE, pace)
-
-    monkeypatch.setattr(bound, "of_device", lambda device: AMPERE)
     monkeypatch.setattr(bound, "interpreted", lambda: False)
     monkeypatch.setattr(targets, "interpreted", lambda: True)
-    return set_pace
+    return set_target
+
+
+@pytest.fixture
+def ampere(compiled_for):
+    """Sets the pace of asynchronous copies."""
+    return partial(compiled_for, AMPERE)
+
+
+@pytest.fixture
+def decode_too(compiled_for, monkeypatch):
+    """Decode runs as `compiled_for` says, which is to be called first."""
+
+    def take() -> None:
+        for module, name in itertools.product((decode, merging), ("launcher", "of_device", "interpreted")):
+            monkeypatch.setattr(module, name, getattr(bound, name))
+
+    return take
 
 
 @pytest.mark.parametrize("case", some(CASES, 0.5, "Triton's kernels"), ids=lambda case: case.id)
@@ -71,10 +86,24 @@ def test_eight_bits(case, ampere):
     held(call, *Triton().forward(call))
 
 
-def test_a_prefix_that_is_read_once(ampere, monkeypatch):
+@pytest.mark.parametrize("case", QUICK_OF_ADA, ids=lambda case: case.id)
+def test_ada(case, compiled_for):
+    compiled_for(ADA, "lazy")
+    conformance.run_case(Triton(), case)
+
+
+def test_ada_converts_e4m3_of_caches_itself(compiled_for, decode_too):
+    """By an instruction that Ampere has not."""
+    compiled_for(ADA, "lazy")
+    decode_too()
+    call = decode_problems.made(DecodeCase(lengths=(100, 37), queries=1, page=16, dims=(64, 64)))
+    eight, exact = decode_problems.with_eight_bits(call, (torch.float8_e4m3fn, torch.float8_e4m3fn), ("head", "token"))
+    decode_problems.held(exact, *Triton().decode(eight))
+
+
+def test_a_prefix_that_is_read_once(ampere, decode_too, monkeypatch):
     ampere("lazy")
-    for module, name in itertools.product((decode, merging), ("launcher", "of_device", "interpreted")):
-        monkeypatch.setattr(module, name, getattr(bound, name))
+    decode_too()
     monkeypatch.setattr(prefix, "LEAST_SAVED", 1)
     call = decode_problems.made(DecodeCase(lengths=(100, 90, 60), queries=(2, 0, 3), prefix=64, page=16))
     decode_problems.held(call, *Triton().decode(call))

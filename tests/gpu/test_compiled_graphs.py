@@ -1,10 +1,14 @@
 """torch.compile(mode="reduce-overhead"), which replays CUDA graphs: what reads values on the host is left out of them, and reads them each time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tilewise as tw
 from tilewise.errors import UnsupportedError
+from tilewise.masks import Causal
+from tilewise.problem import Call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -73,6 +77,37 @@ def test_what_decode_cuts_or_checks_on_the_host(dim, options):
         lengths.copy_(torch.tensor([n, 80 - 7 * n]))
         torch.compiler.cudagraph_mark_step_begin()
         close(compiled(q, k, v, new, lengths), run(q, k.clone(), v.clone(), new, lengths.clone()), torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+@pytest.mark.parametrize("appended", [False, True])
+def test_latent_heads(backend, appended):
+    """MLA's decode: 576 of K, of which the first 512 are V in the same memory, and a token that is appended."""
+    if refused := tw.runtime.dispatch.named("triton").why_not_decode(latent_problem()) if backend else []:
+        pytest.skip("; ".join(refused))
+
+    def run(q, cache, new, lengths):
+        given = {"k": new, "v": new[..., :512]} if appended else {}
+        return tw.decode(q * 1, cache, cache[..., :512], cache_seqlens=lengths + 1, scale=192**-0.5, backend=backend, **given) * 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, mode="reduce-overhead", fullgraph=True)
+    cache, other = (torch.randn(2, 90, 1, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    other.copy_(cache)
+    lengths = torch.zeros(2, dtype=torch.int32, device="cuda")
+    for n in range(STEPS):
+        q, new = (torch.randn(2, 1, heads, 576, dtype=torch.bfloat16, device="cuda") for heads in (16, 1))
+        lengths.copy_(torch.tensor([n, 80 - 7 * n]))
+        torch.compiler.cudagraph_mark_step_begin()
+        close(compiled(q, cache, new, lengths), run(q, other, new, lengths.clone()), torch.bfloat16)
+        assert torch.equal(cache, other)
+
+
+def latent_problem():
+    """What a backend is asked about."""
+    q, k = (torch.empty(2, 1, heads, 576, dtype=torch.bfloat16, device="meta") for heads in (16, 1))
+    problem = Call(q=q, k=k, v=k[..., :512], mask=Causal(), scale=1.0).problem
+    return replace(problem, device="cuda", capability=torch.cuda.get_device_capability())
 
 
 def test_structure_is_in_the_graph():

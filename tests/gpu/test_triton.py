@@ -2,18 +2,17 @@
 
 import pytest
 import torch
+from needs_triton import NEEDS_TRITON
 
 import tilewise as tw
-from tilewise.backends.triton import Triton, targets
+from tilewise.backends.triton import Triton
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow
 from tilewise.problem import Call, Dropout
 from tilewise.testing import cases, conformance
 from tilewise.testing.cases import Case
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-REFUSED = "no GPU" if CAPABILITY is None else targets.why_not(CAPABILITY)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REFUSED), reason=REFUSED)]
+pytestmark = NEEDS_TRITON
 QUICK = [case for case in cases.QUICK if case.dtype != "fp64"]
 FULL = [case for case in cases.FULL if case.dtype != "fp64"]
 DIMS = (8, 40, 64, 72, 80, 96, 128, 160, 192, 256)

@@ -14,13 +14,12 @@ import torch
 from append_problems import CASES, AppendCase
 from decode_fuzz import checked, kind, problem
 from decode_problems import DecodeCase
+from needs_triton import NEEDS_TRITON
 
 import tilewise as tw
-from tilewise.backends.triton import Triton, targets
+from tilewise.backends.triton import Triton
 
-CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-REFUSED = "no GPU" if CAPABILITY is None else targets.why_not(CAPABILITY)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(REFUSED), reason=REFUSED)]
+pytestmark = NEEDS_TRITON
 
 CALLS, SEED = (int(os.environ.get(f"TILEWISE_FUZZ_{name}", number)) for name, number in (("CALLS", 200), ("SEED", 0)))
 KINDS = 40

@@ -39,14 +39,17 @@ def test_a_file_like_theirs(tmp_path):
     (tmp_path / "test_theirs.py").write_text(FILE)
     (tmp_path / "helper.py").write_text("VALUE = 3\n")
     options = ("-p", "flash_attention", "-c", os.devnull, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", "-q")
-    ours = ("--tilewise-device", "cpu", "--tilewise-sample", "6", "--tilewise-seed", "1")
+    ours = ("--tilewise-device", "cpu", "--tilewise-sample", "6", "--tilewise-seed", "1", "--tilewise-backend", "triton")
     path = os.pathsep.join([str(ROOT / "tools" / "peers"), os.environ.get("PYTHONPATH", "")])
     run = [sys.executable, "-m", "pytest", str(tmp_path / "test_theirs.py"), *options, *ours]
     found = subprocess.run(run, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}, cwd=tmp_path)
     assert found.returncode == 0 and "6 passed" in found.stdout, found.stdout + found.stderr
+    theirs, of_backend = found.stdout.split("kinds of problem, of backend triton")
+    refused = [line.split(None, 1) for line in of_backend.splitlines() if line.startswith("    ")]
+    assert len(refused) == 1 and int(refused[0][0]) >= 1 and refused[0][1] == "it computes on GPUs, the tensors are on cpu", of_backend
     left_out = {
         line.split(None, 1)[1]: int(line.split()[0])
-        for line in found.stdout.splitlines()
+        for line in theirs.splitlines()
         if line.startswith("    ") and line.split()[0].isdigit()
     }
     assert sorted(left_out.values()) == [1, 2, 5, 12], (

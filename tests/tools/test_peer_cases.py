@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = """
-from cases import pytest_addoption, pytest_terminal_summary, select
+from cases import choose_backend, pytest_addoption, pytest_terminal_summary, select
+
+def pytest_configure(config):
+    choose_backend(config)
 
 def pytest_collection_modifyitems(config, items):
     select(config, items, "test_(one|two)", {r"\\[7\\]": "it is seven"}, lambda item: item.function.__name__)
@@ -22,7 +25,11 @@ def test_one(n):
     assert n != 7
 
 def test_two():
-    pass
+    import torch
+    import tilewise as tw
+    q = torch.randn(1, 5, 1, 16)
+    tw.attention(q, q, q)
+    tw.attention(q, q, q, backend="reference")
 
 def test_three():
     raise AssertionError
@@ -64,6 +71,12 @@ def folder(tmp_path) -> Path:
 def test_reasons_are_counted(folder):
     ran, left_out = run(folder)
     assert len(ran) == 10 and left_out == {"another subject": 1, "it is seven": 1}
+
+
+@pytest.mark.parametrize(("name", "says"), [("tiled", "by tiled"), ("hopper", "it computes on Hopper GPUs, the tensors are on cpu")])
+def test_a_backend_is_asked_first(folder, name, says):
+    _, counts = run(folder, "--tilewise-backend", name)
+    assert says in counts
 
 
 def test_a_seed_draws_a_sample(folder):

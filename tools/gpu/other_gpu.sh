@@ -41,7 +41,7 @@ part machine
 "$PYTHON" -m tilewise doctor >> "$OUT" 2>&1 || true
 if chosen tests; then
   part tests
-  "$PYTHON" -m pytest -rfE tests/gpu/test_triton.py tests/gpu/test_triton_decode.py 2>&1 | tee "$folder/tests" || failed=1
+  "$PYTHON" -m pytest -rfE tests/gpu/test_triton{,_decode,_eight_bits,_random}.py 2>&1 | tee "$folder/tests" || failed=1
   tail -n 60 "$folder/tests" >> "$OUT"
 fi
 if chosen tune; then
@@ -50,7 +50,7 @@ if chosen tune; then
   cat "$folder/tune" >> "$OUT"
 fi
 if chosen bench; then
-  "$PYTHON" -m tilewise bench --set triton --impl tilewise:triton,sdpa:flash,flex --dtype bf16 --direction fwd,bwd --device cuda --clock events \
+  "$PYTHON" -m tilewise bench --set triton --impl tilewise:triton,sdpa:flash,sdpa:efficient,flex --dtype bf16 --direction fwd,bwd --device cuda --clock events \
     --budget 0.2 --no-memory --out "$folder/bench.jsonl" || failed=1
 fi
 part "rows"

@@ -10,7 +10,7 @@ mixed into the tests of two models; here every model's tests in the folder have 
 """
 
 import pytest
-from cases import pytest_addoption, pytest_terminal_summary, select  # noqa: F401 (hooks)
+from cases import choose_backend, pytest_addoption, pytest_terminal_summary, select  # noqa: F401 (hooks)
 
 WANTED = r"\[tilewise\]"
 EXCLUDED = {  # what a case's id matches: why it is left out
@@ -23,6 +23,7 @@ EXCLUDED = {  # what a case's id matches: why it is left out
 def pytest_configure(config):
     from tilewise.compat import diffusers as ours
 
+    choose_backend(config)
     config.tilewise_handle = ours.register()
 
 

@@ -14,6 +14,8 @@ reason that is given there and printed at the end. On `--tilewise-device cpu` it
 - reads "cuda" as "cpu" in the file's text, leaves what `.cuda()` is called of where it is, and calls the device one of compute capability 9.0;
 - leaves out cases with more than `--tilewise-longest` positions, for the file's fp32 reference takes their whole score matrices.
 
+`--tilewise-backend triton` has that backend compute (cases.py).
+
 Lengths beyond a page table are clamped on a GPU, without waiting for it; the test that wants an error for them runs with TILEWISE_CHECK=1.
 
 Do not run it in the checkout's own folder, whose flash_attn would then be found first. docs/compat.md has the counts.
@@ -27,6 +29,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import backend_option, backend_summary, choose_backend
 
 EXCLUDED = {  # what a case's id or name matches: why it is left out
     r"\[0\.17-|-0\.17-|-0\.17\]": "dropout_p 0.17: it reads S_dmask, which is the whole score matrix",
@@ -42,12 +45,14 @@ def pytest_addoption(parser):
     group.addoption("--tilewise-device", default="cuda", choices=("cuda", "cpu"), help="where the tests run")
     group.addoption("--tilewise-sample", type=int, default=40, help="cases of each test function; 0 for all")
     group.addoption("--tilewise-seed", type=int, default=0, help="which cases")
+    backend_option(group)
     group.addoption("--tilewise-longest", type=int, default=520, help="positions of the longest case on a CPU")
 
 
 def pytest_configure(config):
     from tilewise import compat
 
+    choose_backend(config)
     compat.install("flash_attn", "flash_attn_3")
     import flash_attn.flash_attn_interface as interface
     import flash_attn_interface  # noqa: F401 (before the file's own folder, which has another, is searched)
@@ -142,3 +147,4 @@ def pytest_terminal_summary(terminalreporter, config):
     terminalreporter.section("cases left out")
     for reason, count in sorted(config.tilewise_left_out.items()):
         terminalreporter.write_line(f"{count:8d}  {reason}")
+    backend_summary(terminalreporter, config)

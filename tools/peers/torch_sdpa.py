@@ -13,8 +13,8 @@ torch chooses as before. The tests are made for CPUs alone, whatever devices the
 import functools
 import re
 
+from cases import choose_backend, pytest_terminal_summary, select  # noqa: F401 (a hook)
 from cases import pytest_addoption as shared_options
-from cases import pytest_terminal_summary, select  # noqa: F401 (a hook)
 
 WANTED = r"::(TestSDPA|TestSDPACpuOnly|TestSDPAFailureModes|TestAttnBias|TestTransformers)\w*::.*(sdp|attention|attn|causal|masked)"
 EXCLUDED = {  # what a case's id matches: why it is left out
@@ -37,6 +37,7 @@ def pytest_configure(config):
 
     from tilewise.compat import sdpa
 
+    choose_backend(config)
     instantiate = devices.instantiate_device_type_tests
 
     @functools.wraps(instantiate)

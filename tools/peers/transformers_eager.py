@@ -15,7 +15,7 @@ import inspect
 from collections import Counter, defaultdict
 
 import pytest
-from cases import pytest_addoption, select  # noqa: F401 (a hook)
+from cases import choose_backend, pytest_addoption, select  # noqa: F401 (a hook)
 from cases import pytest_terminal_summary as left_out_summary
 
 WANTED = "test_eager_matches_sdpa_inference"
@@ -34,6 +34,7 @@ def pytest_configure(config):
 
     from tilewise.compat import transformers as ours
 
+    choose_backend(config)
     ours.register()
 
     @functools.wraps(ours.attention)

@@ -13,7 +13,7 @@ shapes, dtypes and bounds are those of xformers' cutlass kernels. docs/compat.md
 import re
 
 import torch
-from cases import pytest_addoption, pytest_terminal_summary, select  # noqa: F401 (hooks)
+from cases import choose_backend, pytest_addoption, pytest_terminal_summary, select  # noqa: F401 (hooks)
 
 WANTED = r"test_(forward|backward|custom_scale|grad_checkpointing|forward_gqa|backward_gqa|empty_tensors\w*|memeff_compile|dropout)\b"
 EXCLUDED = {  # what a case's id matches: why it is left out
@@ -27,6 +27,8 @@ def pytest_configure(config):
     from xformers.ops import fmha
 
     from tilewise.compat import xformers as ours
+
+    choose_backend(config)
 
     def operator(base: type, *known: str) -> type:
         """One of xformers' operators for CPUs and these bias classes; pages have no gradient, theirs neither."""

@@ -81,8 +81,14 @@ class Gate:
             scale=self.workload.softmax_scale,
             softcap=self.workload.softcap,
             grad=self.workload.grad,
-            **{name: self.of_extra(name, x.detach()) for name, x in self.workload.extras(self.seed, self.device).items()},
+            **self._changes(),
         )
+
+    def _changes(self) -> dict[str, Tensor]:
+        """Of a Call: ALiBi as a bias, as the rows of a sample are not where a call of so many rows has them."""
+        given = self.workload.extras(self.seed, self.device)
+        found = {name: self.of_extra(name, x.detach()) for name, x in given.items() if name != "alibi_slopes"}
+        return found | ({"bias": self.workload.alibi_bias(self.indices, self.heads_q)} if self.workload.alibi else {})
 
     @cached_property
     def want(self) -> tolerance.Expected:
@@ -113,7 +119,7 @@ class Gate:
             d_o[self.sample.batch, self.indices, self.heads_q] = self.of_queries(inputs.d_o)
         o, gradients = _run(attend, inputs, extras, d_o)
         parts = {"q": self.of_queries, "k": self.of_keys, "v": self.of_keys}
-        parts |= {name: partial(self.of_extra, name) for name in extras}
+        parts |= {name: partial(self.of_extra, name) for name in extras if name != "alibi_slopes"}
         o = self.of_queries(o)
         results = [("o", o, want.o)]
         results += [(f"d{name}", parts[name](gradient), getattr(want, name)) for name, gradient in gradients.items()]

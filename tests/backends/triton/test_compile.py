@@ -8,6 +8,7 @@ import ast
 import pkgutil
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,7 @@ from triton_inventory import PASSES, QUICK, Case, cases
 
 from tilewise.backends.triton import Triton, kernels
 from tilewise.backends.triton import config as configs
-from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target
+from tilewise.backends.triton.targets import COMPILED, FAMILIES, Target, of_device
 from tilewise.problem import Problem
 
 MULTIPLIES = {
@@ -264,6 +265,31 @@ def test_every_family_has_every_row():
         for key in configs.FITTING:
             assert (family, *key) in configs.TABLE
     assert {Target(arch).family for arch in ("sm_88", "sm_110", "gfx906", "gfx1151")} <= set(FAMILIES.values())
+
+
+@pytest.mark.parametrize(
+    ("arch", "kib", "family", "fits"),
+    [
+        ("sm_88", 163, "sm80", 163),
+        ("sm_88", 99, "sm86", 99),
+        ("sm_110", 227, "sm100", 227),
+        ("sm_110", 99, "sm120", 99),
+        ("sm_130", 227, "sm120", 227),
+        ("sm_90", 0, "sm90", 227),
+        ("gfx906", 64, "cdna", 64),
+        ("sm_88", 48, "sm86", 48),  # nothing smaller is there: Triton says what does not fit
+    ],
+)
+def test_an_unknown_gpu_takes_the_first_family_that_fits(monkeypatch, arch, kib, family, fits):
+    """By the shared memory that its driver names."""
+    amd = arch.startswith("gfx")
+    named = {"gcnArchName": f"{arch}:sramecc+"} if amd else {"shared_memory_per_block_optin": kib << 10}
+    monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**named))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (int(arch[3:-1]), int(arch[-1])))
+    target = of_device.__wrapped__(torch.device("cuda", 0))
+    assert (target.arch, target.family, target.shared_bytes) == (arch, family, fits << 10)
+    assert (target == Target(arch)) == (arch in FAMILIES or amd)
 
 
 def test_what_no_tile_fits_is_refused():

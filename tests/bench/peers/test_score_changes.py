@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tilewise as tw
 from tilewise.bench.gate import Gate, sample_of, verify
 from tilewise.bench.peers import FlashAttention, Flex, Naive, Sdpa, Tilewise, contender, known
 from tilewise.bench.peers.flash_attention import VllmFlashAttention3
@@ -24,6 +25,8 @@ CHANGES = [
     {"sink": True},
     {"scale": 1.0},
     {"bias": "qk"},
+    {"alibi": True},
+    {"alibi": True, "sink": True},
     {"bias": "bk", "bias_grad": True},
     {"scale": 1.0, "bias": "hqk", "bias_grad": True},
     {"softcap": 3.0, "sink": True, "bias": "bhqk", "bias_grad": True},
@@ -75,6 +78,19 @@ def test_samples_of_biases_have_the_gradients_of_the_sample(monkeypatch, bias):
     gate.verify(Naive().prepare(workload, CPU))
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+def test_alibi_of_a_sample_is_that_of_its_rows(monkeypatch, mask):
+    """And what has other slopes, or none, is found out."""
+    monkeypatch.setattr("tilewise.bench.gate.sample_of", lambda workload: sample_of(workload, 12 * 40 * 2))
+    workload = replace(SMALL, mask=mask, seqlen_k=40, alibi=True)
+    gate = Gate(workload, 0, CPU)
+    assert not gate.whole and gate.verify(Tilewise().prepare(workload, CPU)) < 1e-5
+    for wrong in ({}, {"alibi_slopes": torch.tensor([0.25, 0.0625, 0.015625, 0.0])}):
+        with pytest.raises(AssertionError, match="^o"):
+            gate.verify(lambda q, k, v, wrong=wrong, **_: tw.attention(q, k, v, mask=mask, **wrong))
+    assert workload.slopes == [0.25, 0.0625, 0.015625, 0.00390625] and workload.id.endswith(", ALiBi") and workload.case["alibi"] == 1
+
+
 def test_extras_are_drawn_apart_and_take_the_gradients_that_are_wanted():
     workload = replace(SMALL, **COMPLETE)
     extras = workload.extras(3)
@@ -89,7 +105,7 @@ def test_extras_are_drawn_apart_and_take_the_gradients_that_are_wanted():
 
 
 def test_cases_name_what_changes_scores_and_old_cases_stay_as_they_were():
-    assert not {"scale", "softcap", "sink", "bias"} & SMALL.case.keys()
+    assert not {"scale", "softcap", "sink", "bias", "alibi"} & SMALL.case.keys()
     workload = replace(SMALL, **COMPLETE)
     assert workload.changes == {"scale": 1.0, "softcap": 2.0, "sink": 1, "bias": "hqk with gradient"}
     assert workload.case == {**SMALL.case, **workload.changes}
@@ -107,6 +123,7 @@ def test_cases_name_what_changes_scores_and_old_cases_stay_as_they_were():
         ({"bias": "kq"}, "bias is 'kq'; it must be None or axes out of 'bhqk', in this order and with k, as in 'hqk'"),
         ({"bias": "hq"}, "bias is 'hq'"),
         ({"bias": ""}, "bias is ''"),
+        ({"alibi": True, "bias": "qk"}, "alibi is True and bias is 'qk'; give one of them"),
         ({"bias_grad": True}, "bias_grad is True and bias is None; give the axes of the bias"),
         ({"sink": True, "data": "outliers"}, "data is 'outliers', rms is False, and scores are changed by sink; that takes data='normal'"),
         ({"softcap": 1.0, "rms": True}, "rms is True, and scores are changed by softcap"),
@@ -133,6 +150,11 @@ def test_why_not(monkeypatch):
     assert lacking["sdpa:flash"] == ["it has no softcap", "it has no sink", "it has no bias", "it has no bias"]
     assert lacking["naive"] == lacking["flex"] == []
     assert "it has no bias" in VllmFlashAttention3().why_not(replace(fixed, direction="fwd"), CUDA)
+    sloped = {
+        name: known()[name].why_not(replace(bf16, alibi=True), CUDA)
+        for name in ("sdpa:efficient", "sdpa:flash", "fa2", "fa3", "naive", "flex")
+    }
+    assert [name for name, why in sloped.items() if "it has no ALiBi" in why] == ["sdpa:flash", "fa3"]
     rung = OnLadder(RUNGS["k5"])
     assert "it has no softcap" in rung.why_not(capped, CUDA)
     assert rung.why_not(replace(SMALL, scale=2.0), CUDA)[-1] == "the ladder has the usual scale only"
@@ -145,12 +167,14 @@ def test_why_not(monkeypatch):
 def test_score_mods_say_what_the_formula_says(changes):
     workload = replace(SMALL, **{"softcap": 0.0, **changes})
     bias, score = workload.extras(0).get("bias"), torch.randn(2, 4, 33, 33)
-    score_mod = score_mod_of(workload, bias)
-    if bias is None and not workload.softcap:
+    slopes = workload.extras(0).get("alibi_slopes")
+    score_mod = score_mod_of(workload, bias, slopes)
+    if bias is None and slopes is None and not workload.softcap:
         assert score_mod is None
         return
     want = score if not workload.softcap else workload.softcap * torch.tanh(score / workload.softcap)
     want = want if bias is None else want + bias
+    want = want if slopes is None else want + workload.alibi_bias(torch.arange(33))
     b, h, i, j = (torch.arange(n).view([-1 if axis == place else 1 for axis in range(4)]) for place, n in enumerate(score.shape))
     torch.testing.assert_close(score_mod(score, b, h, i, j).expand(score.shape), want)
 

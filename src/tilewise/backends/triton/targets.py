@@ -14,6 +14,8 @@ FAMILIES = {"sm_80": "sm80", "sm_86": "sm86", "sm_87": "sm80", "sm_89": "sm86", 
 FAMILIES |= dict.fromkeys(("sm_120", "sm_121"), "sm120") | {"gfx90a": "cdna", "gfx942": "cdna", "gfx950": "gfx950"}
 FAMILIES |= dict.fromkeys(("gfx1100", "gfx1101", "gfx1200", "gfx1201"), "rdna")
 """Architecture to family: those of one family have the same tensor cores, as much shared memory, and an assembler that needs the same registers."""
+SMALLER = {"sm80": "sm86", "sm90": "sm86", "sm100": "sm120", "gfx950": "cdna"}
+"""The next family by shared memory, in which an architecture that is not in FAMILIES is looked for where its blocks may have less than the first."""
 COMPILED = "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"
 """Those that the compile gate compiles for (tests/backends/triton/test_compile.py)."""
 
@@ -22,6 +24,7 @@ class Target(NamedTuple):
     """An architecture by its name, such as "sm_90" or "gfx942"."""
 
     arch: str
+    limit: int = 0  # bytes of shared memory that a block may have; 0: as its family's. Of an architecture that is not in FAMILIES
 
     @property
     def nvidia(self) -> bool:
@@ -29,7 +32,13 @@ class Target(NamedTuple):
 
     @property
     def family(self) -> str:
-        """As FAMILIES has it; of an architecture that is not there, that of the nearest older one, or RDNA."""
+        """As FAMILIES has it; of an architecture that is not there, that of the nearest older one, or RDNA, or the first SMALLER one that fits."""
+        found = self._nearest()
+        while self.limit and self.limit < SHARED_KIB[found] * KIB and found in SMALLER:
+            found = SMALLER[found]
+        return found
+
+    def _nearest(self) -> str:
         if self.arch in FAMILIES:
             return FAMILIES[self.arch]
         if not self.nvidia:
@@ -40,7 +49,7 @@ class Target(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one thread block may have."""
-        return SHARED_KIB[self.family] * KIB
+        return self.limit or SHARED_KIB[self.family] * KIB
 
     @property
     def knows_e4m3(self) -> bool:
@@ -61,10 +70,9 @@ def of_device(device: torch.device) -> Target:
     """The GPU's own; "sm_80" for CPU tensors, which Triton's interpreter takes."""
     if device.type == "cpu":
         return Target("sm_80")
-    if torch.version.hip:
-        return Target(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
-    major, minor = torch.cuda.get_device_capability(device)
-    return Target(f"sm_{major}{minor}")
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.gcnArchName.partition(":")[0] if torch.version.hip else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return Target(arch, 0 if arch in FAMILIES else getattr(properties, "shared_memory_per_block_optin", 0))
 
 
 def interpreted() -> bool:

@@ -41,7 +41,7 @@ def known() -> dict[str, Impl]:
         CudnnInEightBits(),
         Flex(),
         Naive(),
-        FlashAttention(*FA2, -1),
+        FlashAttention(*FA2, -1, ("scale", "softcap", "alibi")),
         FlashAttention(*FA3, -1),
         VllmFlashAttention3(),
         VllmFlashAttention3("fa3:fp8", in_eight_bits=True),

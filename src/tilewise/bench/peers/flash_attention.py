@@ -76,12 +76,13 @@ class FlashAttention:
                 options["window_size"] = tuple(window)
         function = module.flash_attn_varlen_func if packed else module.flash_attn_func
 
-        def attend(*qkv: Tensor, sink: Tensor | None = None) -> Tensor:
-            learnt = {} if sink is None else {"learnable_sink": sink}
+        def attend(*qkv: Tensor, sink: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
+            extras = {"learnable_sink": sink, "alibi_slopes": alibi_slopes}
+            extras = {name: x for name, x in extras.items() if x is not None}
             if not packed:
-                return _first(function(*qkv, **options, **learnt))
+                return _first(function(*qkv, **options, **extras))
             tokens = (x.flatten(0, 1) for x in qkv)  # autograd would fill zeros and copy for x[0], a third of a backward pass
-            return _first(function(*tokens, **options, **learnt))[None]
+            return _first(function(*tokens, **options, **extras))[None]
 
         return attend
 

@@ -45,8 +45,10 @@ class Flex:
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         options = {"block_mask": block_mask, "enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
-            heads_first, score_mod = [x.transpose(1, 2) for x in (q, k, v)], score_mod_of(workload, bias)
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None, alibi_slopes: Tensor | None = None
+        ) -> Tensor:
+            heads_first, score_mod = [x.transpose(1, 2) for x in (q, k, v)], score_mod_of(workload, bias, alibi_slopes)
             if sink is None:
                 return compiled(*heads_first, score_mod, **options).transpose(1, 2)
             o, aux = compiled(*heads_first, score_mod, return_aux=AuxRequest(lse=True), **options)
@@ -55,10 +57,11 @@ class Flex:
         return attend
 
 
-def score_mod_of(workload: Workload, bias: Tensor | None) -> Callable | None:
-    """The function of a score that adds the bias, or caps; None where scores stay as they are."""
-    if bias is None and not workload.softcap:
+def score_mod_of(workload: Workload, bias: Tensor | None, slopes: Tensor | None = None) -> Callable | None:
+    """The function of a score that adds the bias, or ALiBi, or caps; None where scores stay as they are."""
+    if bias is None and slopes is None and not workload.softcap:
         return None
+    diagonal = workload.seqlen_k - workload.seqlen_q
     by_batch, by_head, by_query = (axis in (workload.bias or "") for axis in "bhq")
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -66,6 +69,8 @@ def score_mod_of(workload: Workload, bias: Tensor | None) -> Callable | None:
             score = workload.softcap * torch.tanh(score / workload.softcap)
         if bias is not None:
             score = score + bias[b if by_batch else 0, h if by_head else 0, i if by_query else 0, j]
+        if slopes is not None:
+            score = score - slopes[h] * (i + diagonal - j).abs()
         return score
 
     return score_mod

@@ -26,7 +26,12 @@ class Naive:
         if blind is not None and not blind.any():
             blind = None
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None) -> Tensor:
+        every = torch.arange(workload.seqlen_q, dtype=torch.int64, device=device)
+        distant = workload.alibi_bias(every).to(workload.dtype) if workload.alibi else None
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None, alibi_slopes: Tensor | None = None
+        ) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             if group > 1:
                 k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -35,6 +40,8 @@ class Naive:
                 s = softcap * torch.tanh(s / softcap)
             if bias is not None:
                 s = s + bias
+            if alibi_slopes is not None:
+                s = s + distant
             if hidden is not None:
                 s = s.masked_fill(hidden, -math.inf)
             if sink is not None:

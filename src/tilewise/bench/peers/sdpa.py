@@ -28,7 +28,7 @@ class Sdpa:
     """`torch.nn.functional.scaled_dot_product_attention`, with its own choice of kernel or the one named.
 
     Masks it has no argument for are given as its users give them: as a dense boolean tensor, built once. A bias is its attn_mask, and -inf in it
-    where a mask hides a pair.
+    where a mask hides a pair; ALiBi is such a bias of all heads, built once.
     """
 
     kernel: str | None = None  # of KERNELS
@@ -42,16 +42,20 @@ class Sdpa:
             return [f"torch has no {self.kernel} kernel on a CPU"]
         if self.kernel == "flash" and device.type == "cuda" and "attn_mask" in self._arguments(workload):
             return ["its flash kernel takes no mask but its own causal one"]
-        wrong = workload.lacking("scale", *(() if self.kernel == "flash" else ("bias", "bias gradient")))
+        wrong = workload.lacking("scale", *(() if self.kernel == "flash" else ("bias", "bias gradient", "alibi")))
         return wrong or (too_large(workload, device, matrices=3) if self.kernel == "math" else [])
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         options = {"enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
-        if workload.bias is None:
+        hidden = workload.hidden(device) if workload.bias or workload.alibi else None
+        if workload.alibi:
+            every = torch.arange(workload.seqlen_q, dtype=torch.int64, device=device)
+            added = workload.alibi_bias(every).to(workload.dtype)
+            options["attn_mask"] = added if hidden is None else added.masked_fill_(hidden, -math.inf)
+        elif workload.bias is None:
             options |= self._mask(workload, device)
-        hidden = workload.hidden(device) if workload.bias else None
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
             given = {"attn_mask": bias if hidden is None else bias.masked_fill(hidden, -math.inf)} if bias is not None else {}
             return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, **given).transpose(1, 2)
 

@@ -34,7 +34,7 @@ class Tilewise:
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         if self.precision is not None:
-            wrong = not_in_eight_bits(workload) + workload.lacking("scale", "softcap", "sink")
+            wrong = not_in_eight_bits(workload) + workload.lacking("scale", "softcap", "sink", "alibi")
             return wrong or _no_kernel(replace(workload.problem(device), precision=self.precision))
         try:
             chosen = dispatch.choose(workload.problem(device), self.backend)

@@ -324,13 +324,14 @@ def _workload(
 
 
 def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
-    """What the Triton backend is held to on a GPU: 8,192 tokens of hidden dimension 2048 under the masks that models use, and a softcap."""
+    """What the Triton backend is held to on a GPU: 8,192 tokens of hidden dimension 2048 under the masks that models use, and
+    causal ones with changed scores, each to be within 15 % of the plain causal mask: a softcap, ALiBi, a bias that all heads share, a sink.
+    """
     documents = Documents([*range(0, 8193, 1024)], inner=Causal())
-    cells = [(mask, 0.0) for mask in (Full(), Causal(), SlidingWindow(1023, 0), documents)] + [(Causal(), 30.0)]
+    cells = [(mask, {}) for mask in (Full(), Causal(), SlidingWindow(1023, 0), documents)]
+    cells += [(Causal(), changes) for changes in ({"softcap": 30.0}, {"alibi": True}, {"bias": "qk"}, {"sink": True})]
     sizes = {"name": "triton", "batch": 1, "seqlen_q": 8192, "dtype": dtype, "direction": direction}
-    return [
-        Workload(**sizes, heads_q=2048 // dim, head_dim=dim, mask=mask, softcap=softcap) for dim in (128, 64) for mask, softcap in cells
-    ]
+    return [Workload(**sizes, heads_q=2048 // dim, head_dim=dim, mask=mask, **changes) for dim in (128, 64) for mask, changes in cells]
 
 
 SETS = {

@@ -14,6 +14,7 @@ from tilewise.problem import Call, Problem
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALL = slice(None)
 AXES = "bhqk"  # of a bias: batch, query heads, queries, keys
 Attend = Callable[..., Tensor]  # attend(q, k, v, **extras) -> o, all (batch, seqlen, heads, head_dim); the extras of `Workload.extras`
 
@@ -23,8 +24,8 @@ class Workload:
     """One attention to time. `seqlen_k`, `heads_k` and `head_dim_v` default to the query's; `name` says which sweep or model it is from.
 
     `scale` None is head_dim ** -0.5. `bias` names the axes along which an additive bias varies, of "bhqk" in this order and with k: "hqk" is a
-    bias of (1, heads_q, seqlen_q, seqlen_k); `bias_grad`: a backward pass computes its gradient, too. `sink`: a learnable logit a head.
-    `data` names the distribution of the inputs (distributions.py). `rms`: the errors of all that is computed are measured, beside the check.
+    bias of (1, heads_q, seqlen_q, seqlen_k); `bias_grad`: a backward pass computes its gradient, too. `sink`: a learnable logit a head. `alibi`: with
+    `slopes`. `data` names the distribution of the inputs (distributions.py). `rms`: the errors of all that is computed are measured, too.
 
     Raises ValueError naming the field that makes no sense.
     """
@@ -47,6 +48,7 @@ class Workload:
     sink: bool = False
     bias: str | None = None
     bias_grad: bool = False
+    alibi: bool = False
 
     def __post_init__(self):
         if self.direction not in DIRECTIONS:
@@ -57,6 +59,8 @@ class Workload:
             raise ValueError(f"bias is {self.bias!r}; it must be None or axes out of {AXES!r}, in this order and with k, as in 'hqk'")
         if self.bias_grad and self.bias is None:
             raise ValueError("bias_grad is True and bias is None; give the axes of the bias, as in bias='hqk'")
+        if self.alibi and self.bias is not None:
+            raise ValueError(f"alibi is True and bias is {self.bias!r}; give one of them: the check adds ALiBi as a bias")
         if self.changes and (self.data != NORMAL or self.rms):
             given = f"data is {self.data!r}, rms is {self.rms}"
             raise ValueError(f"{given}, and scores are changed by {', '.join(self.changes)}; that takes data={NORMAL!r} and rms=False")
@@ -78,15 +82,16 @@ class Workload:
         """What makes scores other than q.k / sqrt(head_dim), as JSON-ready values; the absent are left out."""
         bias = None if self.bias is None else self.bias + (" with gradient" if self.bias_grad else "")
         found = {"scale": self.scale, "softcap": self.softcap or None, "sink": 1 if self.sink else None, "bias": bias}
+        found["alibi"] = 1 if self.alibi else None
         return {name: value for name, value in found.items() if value is not None}
 
     def lacking(self, *has: str) -> list[str]:
-        """Why an implementation that has these of "scale", "softcap", "sink", "bias" and "bias gradient" cannot serve; empty where it can."""
+        """Why an implementation that has these of "scale", "softcap", "sink", "bias", "bias gradient", "alibi" cannot serve; empty where it can."""
         needs = [*self.changes, *(["bias gradient"] if self.bias_grad and self.grad else [])]
         missing = [name for name in needs if name not in has]
         if "bias" in missing:
             missing = [name for name in missing if name != "bias gradient"]
-        return [f"it has no {name}" for name in missing]
+        return [f"it has no {'ALiBi' if name == 'alibi' else name}" for name in missing]
 
     def problem(self, device: torch.device) -> Problem:
         """What `why_not` of backends and rungs is asked about."""
@@ -100,6 +105,7 @@ class Workload:
             softcap=self.softcap > 0.0,
             bias=self.bias is not None,
             sink=self.sink,
+            alibi=self.alibi,
             grad=self.grad,
         )
 
@@ -111,6 +117,7 @@ class Workload:
 
         k_and_v = (empty(self.batch, self.seqlen_k, self.heads_k, dim) for dim in (self.head_dim, self.head_dim_v))
         extras = {"bias": empty(*self.bias_shape) if self.bias else None, "sink": empty(self.heads_q) if self.sink else None}
+        extras["alibi_slopes"] = torch.empty(1, self.heads_q, dtype=torch.float32, device="meta") if self.alibi else None
         q, scale = empty(self.batch, self.seqlen_q, self.heads_q, self.head_dim), self.softmax_scale
         k, v = k_and_v
         return Call(q=q, k=k, v=v, mask=self.mask, scale=scale, softcap=self.softcap, grad=self.grad, **extras)
@@ -119,6 +126,18 @@ class Workload:
     def softmax_scale(self) -> float:
         """What multiplies the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def slopes(self) -> list[float]:
+        """ALiBi's, a head: 2 ** (-8 / heads_q), and each the one before times the first (Press et al. 2022)."""
+        return [2.0 ** (-8.0 * (head + 1) / self.heads_q) for head in range(self.heads_q)]
+
+    def alibi_bias(self, rows: Tensor, heads: slice = ALL) -> Tensor:
+        """What ALiBi adds to the scores of these query rows, (1, heads, rows, seqlen_k) in fp32."""
+        rows = rows[:, None] + (self.seqlen_k - self.seqlen_q)
+        distance = (rows - torch.arange(self.seqlen_k, dtype=torch.int64, device=rows.device)).abs()
+        slopes = torch.tensor(self.slopes[heads], dtype=torch.float32, device=rows.device)
+        return (-slopes[:, None, None] * distance)[None]
 
     @property
     def id(self) -> str:
@@ -218,23 +237,26 @@ class Workload:
         return Inputs(*(x.requires_grad_(self.grad) for x in (q, k, v)), d_o)
 
     def extras(self, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors that a call takes beside q, k and v, by the names of `tilewise.attention`: "bias" of `bias_shape`, "sink" (heads_q,).
+        """The tensors that a call takes beside q, k and v, by the names of `tilewise.attention`: "bias" of `bias_shape`, "sink" (heads_q,), and
+        "alibi_slopes" (heads_q,) fp32, which are `slopes`.
 
         Standard normal numbers in the workload's dtype; a sink takes a gradient where the direction has a backward, a bias with `bias_grad`.
         """
         generator = torch.Generator(device).manual_seed(seed + 1_000_003)  # numbers of their own, whatever `inputs` draws
         shapes = {"bias": self.bias_shape if self.bias else None, "sink": (self.heads_q,) if self.sink else None}
         wants = {"bias": self.grad and self.bias_grad, "sink": self.grad}
-        return {
+        drawn = {
             name: torch.randn(*shape, generator=generator, dtype=torch.float32, device=device).to(self.dtype).requires_grad_(wants[name])
             for name, shape in shapes.items()
             if shape is not None
         }
+        fixed = {"alibi_slopes": torch.tensor(self.slopes, dtype=torch.float32, device=device)} if self.alibi else {}
+        return drawn | fixed
 
 
 def change_words(changes: dict) -> list[str]:
-    """`Workload.changes`, or a case that holds them, in words: "softcap 50", "sink", "bias hqk with gradient"."""
-    words = {"scale": "scale {:g}", "softcap": "softcap {:g}", "sink": "sink", "bias": "bias {}"}
+    """`Workload.changes`, or a case that holds them, in words: "softcap 50", "sink", "bias hqk with gradient", "ALiBi"."""
+    words = {"scale": "scale {:g}", "softcap": "softcap {:g}", "sink": "sink", "bias": "bias {}", "alibi": "ALiBi"}
     return [text.format(changes[name]) for name, text in words.items() if name in changes]
 
 

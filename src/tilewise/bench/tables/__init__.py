@@ -21,6 +21,7 @@ from tilewise.bench.tables.best_peer import (
     models_table,
     rungs_table,
 )
+from tilewise.bench.tables.goals import goals_table
 from tilewise.bench.tables.hard_inputs import hard_tables, hard_verdicts
 from tilewise.bench.tables.ladder import cells_of, fill_ladder, ladder_table
 from tilewise.bench.tables.rows import METRICS, Metric, describe, machines, markdown, metric_of, table, verdicts
@@ -56,6 +57,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "by-kind": by_kind,
     "machines": machines,
     **{f"readme-{each.__name__}": each for each in (readme.papers, readme.ladder, readme.decode, readme.eight_bits, readme.cpu)},
+    "goals": goals_table,
     "hard-inputs": hard_tables,
     "models": models_table,
     "training": training_table,
@@ -95,7 +97,7 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
             raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
         chosen = [row for row in rows if not sets or row.name in sets.split("+")]
         chosen = [row for row in chosen if direction in ("", row.case["direction"]) and device.lower() in row.device.lower()]
-        if name != "machines" and (devices := _side_by_side(chosen)):
+        if name not in ("machines", "goals") and (devices := _side_by_side(chosen)):
             raise ValueError(f"{where}: {match['name']} would mix {' and '.join(devices)}; {name}:{sets}:{direction}:DEVICE names one")
         return f"{match[1]}\n{TABLES[name](chosen)}\n\n{match[3]}"
 
