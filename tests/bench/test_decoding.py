@@ -11,7 +11,7 @@ from tilewise.bench.gate import DecodeGate
 from tilewise.bench.peers import FlashAttentionDecode, FlashInfer, SdpaDecode, TilewiseDecode, find_for_decode, known_for_decode
 from tilewise.bench.plots import decode_svg, save_decoding
 from tilewise.bench.runner import Timing, run_decode
-from tilewise.bench.sets.decode import COLD_BYTES, DECODE, MOST_COPIES, Cell, Pool, prefix_cell, ragged_cells, title_of
+from tilewise.bench.sets.decode import COLD_BYTES, DECODE, MOST_COPIES, Cell, Pool, latent_cells, prefix_cell, ragged_cells, title_of
 from tilewise.bench.sets.decode import decode_cells as cells_of_set
 from tilewise.bench.store import append, load
 from tilewise.bench.tables.best_peer import WHY, _us_of, cells_of_decode, decode_tables, fnmatchcase, rungs_table
@@ -35,8 +35,11 @@ def rows():
 
 def test_the_set_is_what_it_says():
     cells = cells_of_set()
-    assert len({cell.title for cell in cells}) == len(cells) == 2 * 4 * 4 * 20 + 7
-    assert {(cell.heads_q, cell.heads_k) for cell in cells} == {(32, 8), (64, 8), (32, 32), (32, 1)}
+    assert len({cell.title for cell in cells}) == len(cells) == 2 * 4 * 4 * 20 + 7 + 20
+    assert {(cell.heads_q, cell.heads_k) for cell in cells if not cell.latent} == {(32, 8), (64, 8), (32, 32), (32, 1)}
+    assert {(cell.heads_q, cell.page, cell.head_dim, cell.head_dim_v) for cell in cells if cell.latent} == {
+        (heads, 64, 576, 512) for heads in (16, 128)
+    }
     assert {cell.new for cell in cells} == {1, 4} and {cell.page for cell in cells} == {0, 16, 64, 256}
     most = 1 << 30
     assert [cell for cell in cells if cell.copy_bytes <= most] == cells_of_set(most)
@@ -49,6 +52,21 @@ def test_ragged_batches_and_the_prefix():
     assert all(lengths[batch, 16] == lengths[batch, 64] for batch in (64, 16, 256))
     cell = prefix_cell()
     assert (cell.tokens, cell.kind) == (8192 + 64 * 1024, "prefix") and cell.pages == 128 + 64 * 16
+
+
+def test_a_latent_cache_is_one_cache():
+    cell = Cell(lengths=(20, 20), heads_q=4, heads_k=1, head_dim=24, head_dim_v=16, page=8, dtype=torch.float32)
+    assert (cell.title, cell.case["head_dim_v"]) == ("b2 latent-20 4:1 p8 q1", 16)
+    assert cell.bytes == 2 * 20 * 24 * 4 and cell.copy_bytes == 6 * 8 * 24 * 4 and cell.flops == 2 * 2 * 20 * 4 * (24 + 16)
+    caches = Pool(CPU).caches(cell)
+    k, v = caches.copies[0]
+    assert k.data_ptr() == v.data_ptr() and (k.shape[-1], v.shape[-1]) == (24, 16)
+    assert caches.keys(0, 1, slice(0, 1))[1].shape == (20, 1, 16)
+    DecodeGate(caches).verify(TilewiseDecode().prepare(caches))
+    with pytest.raises(AssertionError, match="O is"):
+        DecodeGate(caches).verify(lambda copy: caches.q)
+    with pytest.raises(ValueError, match="a latent cache has one key head, not 2"):
+        replace(cell, heads_k=2)
 
 
 def test_titles_cases_and_bytes():
@@ -192,6 +210,10 @@ def test_contenders_by_name():
     assert "it takes pages of multiples of 256 tokens" in FlashAttentionDecode("fa2", "no_such", 256).why_not(CELLS[1], cuda)
     assert FlashAttentionDecode("fa2", "no_such", 256).why_not(CELLS[0], cuda) == ["no_such is not installed"]
     assert "it takes pages only" in FlashInfer().why_not(CELLS[0], cuda)
+    for name in ("fa2", "fa4", "flashinfer", "flashinfer:xqa"):
+        assert "it is not called with latent caches here" in known_for_decode()[name].why_not(latent_cells()[0], cuda)
+    for name in ("fa3", "fa3:vllm"):
+        assert "latent" not in str(known_for_decode()[name].why_not(latent_cells()[0], cuda))
     assert "it is called with one new token only" in known_for_decode()["flashinfer:xqa"].why_not(CELLS[2], cuda)
     d2 = known_for_decode()["d2"]
     assert (
@@ -214,7 +236,7 @@ def timed(rows, **more):
 @pytest.fixture(scope="module")
 def of_a_gpu():
     cells = [cell for cell in cells_of_set() if cell.longest in (1024, 8192) and cell.batch in (1, 16)]
-    cells += [*ragged_cells()[:2], prefix_cell()]
+    cells += [*ragged_cells()[:2], prefix_cell(), *latent_cells()[:2]]
     blank = [
         replace(runner._blank_of_cell(TilewiseDecode(), cell), environment={"device": "NVIDIA H100", "torch": "2", "date": "2026-01-01"})
         for cell in cells
@@ -227,6 +249,9 @@ def test_tables(of_a_gpu):
     assert "32 query and 8 key heads of 128, 1 new token:" in text and "64 query and 8 key heads of 128, 4 new tokens:" in text
     us = 16 * 8192 * 8 * 128 * 4 / 2e6
     assert f"| 16 x 8k | {us:,.1f} (2.00) | {2 * us:,.1f} fa3 | 2.00 |" in text
+    assert "A latent cache (MLA, 576 columns of which 512 are the values), 16 heads, 1 new token:" in text
+    us = 16 * 4096 * 576 * 2 / 2e6
+    assert f"| 16 x 4k | {us:,.1f} (2.00) | {16 * 16 * 4096 * 2 * 1088 / us / 1e6:,.0f} | {us / 2:,.1f} fa3 | 0.50 |" in text
     assert "Ragged batches" in text and "| b64 prefix-9k 32:8 p64 q1 | 73,728 |" in text
     assert "- adding up the pieces of one key head takes longer than reading its keys (0.50 to 0.50): b1 1k 32:1 p0 q1" in text
     assert "Ahead of the fastest peer in" in text and "Measured on NVIDIA H100" in text and "UNEXPLAINED" not in text

@@ -1,8 +1,10 @@
 """ComfyUI's node: found by a folder of one file, set on a model, called as ComfyUI calls attention, and what it hands back to ComfyUI."""
 
 import importlib.util
+import shutil
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import tilewise as tw
 from tilewise.compat import _paying, comfyui
 from tilewise.machine import once
 
-ONE_FILE = "from tilewise.compat.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS\n"
+FOLDER = Path(__file__).parents[2] / "examples" / "comfyui" / "tilewise"
 
 
 class Model:
@@ -35,14 +37,16 @@ def theirs(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, s
 
 @pytest.fixture
 def node(tmp_path):
-    """The node as ComfyUI loads it from its folder."""
-    (tmp_path / "tilewise_node").mkdir()
-    (tmp_path / "tilewise_node" / "__init__.py").write_text(ONE_FILE)
-    spec = importlib.util.spec_from_file_location("tilewise_node", tmp_path / "tilewise_node" / "__init__.py")
-    module = sys.modules["tilewise_node"] = importlib.util.module_from_spec(spec)
+    """The node as ComfyUI loads it: the folder that ships, copied to custom_nodes, imported by its path as a module of that name."""
+    copied = shutil.copytree(FOLDER, tmp_path / "custom_nodes" / "tilewise", ignore=shutil.ignore_patterns("__pycache__"))
+    assert [path.name for path in copied.iterdir()] == ["__init__.py"]
+    name = str(copied).replace(".", "_x_")  # such that it is no name of an installed package
+    spec = importlib.util.spec_from_file_location(name, copied / "__init__.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    assert module.NODE_CLASS_MAPPINGS.keys() == module.NODE_DISPLAY_NAME_MAPPINGS.keys() == {"TilewiseAttention"}
     yield module.NODE_CLASS_MAPPINGS["TilewiseAttention"]
-    del sys.modules["tilewise_node"]
+    del sys.modules[name]
 
 
 def attention_of(node, precision):

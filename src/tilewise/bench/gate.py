@@ -297,11 +297,12 @@ class DecodeGate:
 
     def verify(self, attend: Callable[[int], Tensor]) -> float:
         """The largest error; AssertionError beyond the tolerance."""
-        poison = torch.full_like(self.caches.q, torch.nan)  # what an output is likely to be allocated on
+        shape = (*self.caches.q.shape[:3], self.caches.copies[0][1].shape[-1])
+        poison = self.caches.q.new_full(shape, torch.nan)  # what an output is likely to be allocated on
         del poison
         o, worst = attend(0), 0.0
-        if o.shape != self.caches.q.shape:
-            raise AssertionError(f"O is {tuple(o.shape)}, not {tuple(self.caches.q.shape)}")
+        if o.shape != shape:
+            raise AssertionError(f"O is {tuple(o.shape)}, not {shape}")
         for b, want in zip(self.sequences, self.want, strict=True):
             got = o[b : b + 1, :, self.heads_q]
             tolerance.hold("o", got, want)

@@ -1,6 +1,6 @@
 """A node for ComfyUI that lets one model attend by tilewise, in 8 bits or in 16.
 
-ComfyUI finds it by a folder of one file, custom_nodes/tilewise/__init__.py:
+ComfyUI finds it by a folder of one file, custom_nodes/tilewise/__init__.py (examples/comfyui has it):
 
     from tilewise.compat.comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

@@ -14,6 +14,7 @@ from tilewise.masks import Causal, Documents, Full, PerHead, PrefixLM, PrefixTre
 CPU = torch.device("cpu")
 SMALL = Workload(name="small", batch=2, seqlen_q=33, heads_q=4, heads_k=2, head_dim=16)
 TREE = PrefixTree([-1, 0, 1, 1, 0, -1], [5, 7, 6, 0, 9, 6])
+BREADTH_FIRST = PrefixTree([-1, 0, 0, 1, 2, 1], [5, 7, 6, 4, 5, 6])
 MASKS = [Full(), Causal(), SlidingWindow(5, 2), PrefixLM(3), Documents([0, 10, 33], inner=Causal())]
 
 
@@ -71,7 +72,36 @@ def test_flex_without_a_compiler(monkeypatch):
     assert Flex().why_not(SMALL, CPU) == ["torch.compile needs a C++ compiler, and neither $CXX nor g++ nor clang++ is here"]
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5, 2), SlidingWindow(None, 0), Documents([0, 4, 12]), MASKS[-1], TREE], ids=str)
+def test_flex_by_flash_attention_4(monkeypatch):
+    peer, half, gpu = known()["flex:flash"], replace(SMALL, dtype=torch.bfloat16, mask=TREE), torch.device("cuda")
+    monkeypatch.setattr(contender, "installed", lambda module: module == "flash_attn.cute")
+    monkeypatch.setattr(flex, "mask_mod_of", lambda workload, device: "a function")
+    assert peer.why_not(half, gpu) == []
+    assert peer.why_not(SMALL, gpu) == ["flex:flash takes fp16 and bf16 only"]
+    wanting = replace(half, bias="hqk", bias_grad=True)
+    assert peer.why_not(wanting, CPU)[1] == "flex:flash has no gradient of what a score_mod reads"
+    monkeypatch.setattr(contender, "installed", lambda module: False)
+    assert peer.why_not(half, gpu) == ["flash_attn.cute is not installed"]
+    assert peer.why_not(half, CPU)[0] == "flex:flash runs on CUDA devices only"
+
+
+def test_flex_is_asked_for_the_kernels_that_are_named(monkeypatch):
+    asked = []
+
+    def compiled(*args, **options):
+        asked.append(options.get("kernel_options"))
+        return args[0]
+
+    monkeypatch.setattr(flex.torch, "compile", lambda function, **how: compiled)
+    for kernels in (None, "FLASH"):
+        Flex(kernels).prepare(SMALL, CPU)(*SMALL.inputs(0)[:3])
+    assert asked == [None, {"BACKEND": "FLASH"}]
+
+
+MODS = [Causal(), SlidingWindow(5, 2), SlidingWindow(None, 0), Documents([0, 4, 12]), MASKS[-1], TREE, BREADTH_FIRST]
+
+
+@pytest.mark.parametrize("mask", MODS, ids=str)
 def test_mask_mods_say_what_the_masks_say(mask):
     lengths = (33, 33) if isinstance(mask, Documents | PrefixTree) else (20, 33)
     workload = replace(SMALL, seqlen_q=lengths[0], seqlen_k=lengths[1], mask=mask)

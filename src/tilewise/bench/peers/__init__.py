@@ -40,6 +40,7 @@ def known() -> dict[str, Impl]:
         *(SdpaDocuments(way) for way in ("padded", "loop")),
         CudnnInEightBits(),
         Flex(),
+        Flex("FLASH"),
         Naive(),
         FlashAttention(*FA2, -1, ("scale", "softcap", "alibi")),
         FlashAttention(*FA3, -1),

@@ -49,6 +49,11 @@ def not_here(name: str, module: str, device: torch.device) -> list[str]:
     return reasons + ([] if installed(module) else [f"{module} is not installed"])
 
 
+def no_latent(cell: Cell) -> list[str]:
+    """Why a peer, as it is called here, does not decode the cell."""
+    return ["it is not called with latent caches here"] if cell.latent else []
+
+
 def too_large(workload: Workload, device: torch.device, *, matrices: int, itemsize: int | None = None) -> list[str]:
     """A sentence when `matrices` score matrices would take more than half of the memory that is free."""
     need, free = matrices * score_matrix_bytes(workload.shape, itemsize), available_bytes(device)

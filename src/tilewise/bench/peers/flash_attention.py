@@ -1,4 +1,8 @@
-"""FlashAttention 2, 3 and 4 of Dao-AILab's packages, and FlashAttention-3 as vLLM builds it: attention, packed documents, e4m3, decode."""
+"""FlashAttention 2, 3 and 4 of Dao-AILab's packages, and FlashAttention-3 as vLLM builds it: attention, packed documents, e4m3, decode.
+
+FlashAttention-3 takes a latent cache (MLA) in two parts, as its users do: the columns with a position as K, those that are V as V, and the part of Q
+that meets the latter as `qv`.
+"""
 
 import importlib
 import itertools
@@ -11,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tilewise.bench.peers.contender import Eight, not_here, quantised_ahead
+from tilewise.bench.peers.contender import Eight, no_latent, not_here, quantised_ahead
 from tilewise.bench.sets import Attend, Caches, Cell, Workload
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, SlidingWindow
@@ -101,25 +105,43 @@ class FlashAttentionDecode:
 
     def why_not(self, cell: Cell, device: torch.device) -> list[str]:
         pages = [f"it takes pages of multiples of {self.pages} tokens"] if cell.page % self.pages else []
-        return not_here(self.name, self.module, device) + pages
+        return not_here(self.name, self.module, device) + pages + ([] if self.name == "fa3" else no_latent(cell))
 
     def prepare(self, caches: Caches) -> Callable[[int], Tensor]:
         function, options = getattr(self, f"_{self.name}")(importlib.import_module(self.module), caches)
-        return lambda copy: _first(function(caches.q, *caches.copies[copy], causal=True, **options))
+        q, copies, latent = _in_parts(caches)
+        return lambda copy: _first(function(q, *copies[copy], causal=True, **latent, **options))
 
     def _fa2(self, module, caches: Caches) -> tuple[Callable, dict]:
         return module.flash_attn_with_kvcache, {"cache_seqlens": caches.seqlens, "block_table": caches.table}
 
     def _fa3(self, module, caches: Caches) -> tuple[Callable, dict]:
         cell = caches.cell
-        sizes = cell.batch, cell.new, caches.capacity, cell.heads_q, cell.heads_k, cell.head_dim
-        paged = {"page_size": cell.page} if cell.page else {}
-        metadata = module.get_scheduler_metadata(*sizes, caches.seqlens, cell.dtype, causal=True, **paged)
-        options = {"cache_seqlens": caches.seqlens, "page_table": caches.table, "scheduler_metadata": metadata}
-        return module.flash_attn_with_kvcache, options
+        head_dim, head_dim_v = _widths(cell)
+        sizes = cell.batch, cell.new, caches.capacity, cell.heads_q, cell.heads_k, head_dim
+        options = {"page_size": cell.page} if cell.page else {}
+        options |= {"headdim_v": head_dim_v} if cell.latent else {}
+        metadata = module.get_scheduler_metadata(*sizes, caches.seqlens, cell.dtype, causal=True, **options)
+        given = {"cache_seqlens": caches.seqlens, "page_table": caches.table, "scheduler_metadata": metadata}
+        return module.flash_attn_with_kvcache, given
 
     def _fa4(self, module, caches: Caches) -> tuple[Callable, dict]:
         return module.flash_attn_varlen_func, {"seqused_k": caches.seqlens, "page_table": caches.table}
+
+
+def _widths(cell: Cell) -> tuple[int, int]:
+    """Of K and V, as FlashAttention-3 is told them."""
+    return (cell.head_dim - cell.head_dim_v, cell.head_dim_v) if cell.head_dim_v is not None else (cell.head_dim, cell.head_dim)
+
+
+def _in_parts(caches: Caches) -> tuple[Tensor, list[tuple[Tensor, Tensor]], dict[str, object]]:
+    """Q, K and V of every copy, and what else FlashAttention-3 is told of a latent cache."""
+    cell, q = caches.cell, caches.q
+    if cell.head_dim_v is None:
+        return q, caches.copies, {}
+    parts = [(k[..., cell.head_dim_v :], v) for k, v in caches.copies]
+    q, qv = (x.contiguous() for x in (q[..., cell.head_dim_v :], q[..., : cell.head_dim_v]))
+    return q, parts, {"qv": qv, "softmax_scale": cell.head_dim**-0.5}
 
 
 @dataclass(frozen=True)
@@ -157,6 +179,8 @@ class VllmFlashAttention3Decode:
 
     def prepare(self, caches: Caches) -> Callable[[int], Tensor]:
         operators, cell = library(), caches.cell
+        q, copies, latent = _in_parts(caches)
+        head_dim, head_dim_v = _widths(cell)
         on = {"dtype": torch.int32, "device": caches.q.device}
         fixed = {
             "cu_seqlens_q": torch.arange(cell.batch + 1, **on) * cell.new,
@@ -167,8 +191,8 @@ class VllmFlashAttention3Decode:
             "batch_size": cell.batch,
             "num_heads": cell.heads_q,
             "num_heads_k": cell.heads_k,
-            "headdim": cell.head_dim,
-            "headdim_v": cell.head_dim,
+            "headdim": head_dim,
+            "headdim_v": head_dim_v,
             "qkv_dtype": cell.dtype,
             "page_size": cell.page or None,
             "max_seqlen_k_new": 0,
@@ -182,8 +206,18 @@ class VllmFlashAttention3Decode:
         }
         ahead, operator = operators.get_scheduler_metadata.default, operators.fwd.default
         fixed["scheduler_metadata"] = ahead(*_arguments(ahead, fixed))
-        rest, q = _arguments(operator, fixed)[3:], caches.q.flatten(0, 1)
-        return lambda copy: operator(q, *caches.copies[copy], *rest)[0].view(caches.q.shape)
+        if latent:
+            fixed[_name_of_qv(operator)] = latent["qv"].flatten(0, 1)
+        rest, q = _arguments(operator, fixed)[3:], q.flatten(0, 1)
+        return lambda copy: operator(q, *copies[copy], *rest)[0].view(*caches.q.shape[:3], head_dim_v)
+
+
+def _name_of_qv(operator) -> str:
+    """Dao-AILab says qv, vLLM q_v."""
+    found = [each.name for each in operator._schema.arguments if each.name in ("qv", "q_v")]
+    if not found:
+        raise UnsupportedError("this build of FlashAttention-3 takes no latent cache: its operator has no qv")
+    return found[0]
 
 
 def without_library(name: str, device: torch.device) -> list[str]:

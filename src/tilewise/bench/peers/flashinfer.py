@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewise.bench.peers.contender import not_here
+from tilewise.bench.peers.contender import no_latent, not_here
 from tilewise.bench.sets import Caches, Cell
 
 WORKSPACE = 256 << 20  # bytes, twice what its examples take
@@ -20,7 +20,7 @@ class FlashInfer:
     name: str = "flashinfer"
 
     def why_not(self, cell: Cell, device: torch.device) -> list[str]:
-        return not_here(self.name, "flashinfer", device) + ([] if cell.page else ["it takes pages only"])
+        return not_here(self.name, "flashinfer", device) + no_latent(cell) + ([] if cell.page else ["it takes pages only"])
 
     def prepare(self, caches: Caches) -> Callable[[int], Tensor]:
         module, cell, device = importlib.import_module("flashinfer"), caches.cell, caches.q.device

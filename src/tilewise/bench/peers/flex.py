@@ -1,4 +1,4 @@
-"""torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write."""
+"""torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write, by Triton and by FlashAttention-4."""
 
 import os
 import shutil
@@ -8,18 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewise.bench.peers.contender import not_here
 from tilewise.bench.sets import Attend, Workload
 from tilewise.masks import Causal, Documents, Full, PrefixTree, SlidingWindow
 
 
 @dataclass(frozen=True)
 class Flex:
-    """torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write; a sink is worked in by the LSE."""
+    """torch's FlexAttention, compiled, with the mask_mod and the score_mod that its users would write; a sink is worked in by the LSE.
 
-    name: str = "flex"
+    kernels: which of torch's "BACKEND" are asked for, as "FLASH", FlashAttention-4's; None leaves it to torch, which takes Triton.
+    """
+
+    kernels: str | None = None
+
+    @property
+    def name(self) -> str:
+        return "flex" if self.kernels is None else f"flex:{self.kernels.lower()}"
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
-        reasons = []
+        reasons = self._why_no_flash(workload, device) if self.kernels == "FLASH" else []
         if device.type == "cpu" and workload.grad:
             reasons.append("FlexAttention has no backward on a CPU")
         if device.type == "cpu" and not compiler():
@@ -28,6 +36,18 @@ class Flex:
             reasons.append("FlexAttention returns no LSE on a CPU, which a sink is worked in by")
         if workload.mask != Full() and mask_mod_of(workload, device) is None:
             reasons.append("only full, causal, window and document masks and prefix trees are written as a mask_mod here")
+        return reasons
+
+    def _why_no_flash(self, workload: Workload, device: torch.device) -> list[str]:
+        from torch.nn.attention import flex_attention
+
+        reasons = not_here(self.name, "flash_attn.cute", device)
+        if "BACKEND" not in getattr(getattr(flex_attention, "FlexKernelOptions", None), "__annotations__", {}):
+            reasons.append("this torch's FlexAttention has no BACKEND to choose")
+        if workload.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"{self.name} takes fp16 and bf16 only")
+        if workload.bias_grad:
+            reasons.append(f"{self.name} has no gradient of what a score_mod reads")
         return reasons
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
@@ -44,6 +64,8 @@ class Flex:
             block_mask = create_block_mask(mask_mod, None, None, workload.seqlen_q, workload.seqlen_k, device=device)
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         options = {"block_mask": block_mask, "enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
+        if self.kernels is not None:
+            options["kernel_options"] = {"BACKEND": self.kernels}
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None, alibi_slopes: Tensor | None = None
@@ -93,18 +115,24 @@ def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
             return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none)
         return lambda b, h, i, j: (document[i] == document[j]) & (document[i] < none) & (j <= i)
     if isinstance(mask, PrefixTree) and mask.window is None and mask.starts[-1] == workload.seqlen_q == workload.seqlen_k:
-        below = torch.eye(len(mask.parents), dtype=torch.bool, device="cpu")  # below[node, other]: whether other is the node or an ancestor
-        for node, parent in enumerate(mask.parents):
-            if parent >= 0:
-                below[node] |= below[parent]
-        below = below.to(device)
-        node_of = (
-            torch.arange(len(mask.parents), dtype=torch.int64, device="cpu")
-            .repeat_interleave(torch.tensor(mask.lengths, dtype=torch.int64, device="cpu"))
-            .to(device)
-        )
-        return lambda b, h, i, j: below[node_of[i], node_of[j]] & (j <= i)
+        return _tree_mod(mask, device)
     return None
+
+
+def _tree_mod(tree: PrefixTree, device: torch.device) -> Callable:
+    """Of a tree that is depth first a number a token, where its node's last descendant ends: the cheapest to read, and 32 bits, as indices have."""
+    on = {"device": "cpu"}
+    nodes, lengths = len(tree.parents), torch.tensor(tree.lengths, dtype=torch.int64, **on)
+    below = torch.eye(nodes, dtype=torch.bool, **on)  # below[node, other]: whether other is the node or an ancestor
+    for node, parent in enumerate(tree.parents):
+        if parent >= 0:
+            below[node] |= below[parent]
+    last = [int(below[:, node].nonzero().max()) for node in range(nodes)]
+    if all(int(below[:, node].sum()) == end - node + 1 for node, end in enumerate(last)):
+        ends = torch.tensor([tree.starts[end + 1] for end in last], dtype=torch.int32, **on).repeat_interleave(lengths).to(device)
+        return lambda b, h, i, j: (j <= i) & (i < ends[j])
+    node_of, below = torch.arange(nodes, dtype=torch.int64, **on).repeat_interleave(lengths).to(device), below.to(device)
+    return lambda b, h, i, j: below[node_of[i], node_of[j]] & (j <= i)
 
 
 def compiler() -> str | None:

@@ -5,7 +5,7 @@ its caches as no L2 cache holds, and calls take turns with them.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ MOST_COPIES = 320
 BATCHES, LENGTHS = (1, 4, 16, 64, 256), (1024, 8192, 32768, 131072)
 HEADS = (32, 8), (64, 8), (32, 32), (32, 1)
 PAGES = 0, 64, 16, 256
+LATENT, LATENT_V = 576, 512  # of MLA's absorbed form: its values are the first columns of its keys
 SEED = 3
 
 
@@ -25,7 +26,8 @@ SEED = 3
 class Cell:
     """One batch. `lengths`: tokens of each sequence, new ones among them; `page`: tokens of a page, 0 for contiguous caches.
 
-    `kind`: "even", "ragged", or "prefix", where the first `prefix` tokens are the same for all. ValueError for what cannot be.
+    `head_dim_v`: where it is given, the cache is latent (MLA): V is that many first columns of K, and one cache holds both. `kind`: "even", "ragged",
+    "latent", or "prefix", where the first `prefix` tokens are the same for all. ValueError for what cannot be.
     """
 
     lengths: tuple[int, ...]
@@ -36,6 +38,7 @@ class Cell:
     head_dim: int = 128
     prefix: int = 0
     dtype: torch.dtype = torch.bfloat16
+    head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=0) < max(self.new, self.prefix):
@@ -46,6 +49,11 @@ class Cell:
             raise ValueError(f"page is 0, and the batch is {self.kind}; such a batch has pages")
         if self.page and self.prefix % self.page:
             raise ValueError(f"prefix is {self.prefix}; it must be whole pages of {self.page}")
+        if self.head_dim_v is not None and (self.heads_k != 1 or self.head_dim_v >= self.head_dim or len(set(self.lengths)) > 1):
+            raise ValueError(
+                f"head_dim_v is {self.head_dim_v}; a latent cache has one key head, not {self.heads_k}, more columns than values, "
+                f"not {self.head_dim}, and sequences of one length"
+            )
 
     @property
     def batch(self) -> int:
@@ -57,7 +65,18 @@ class Cell:
 
     @property
     def kind(self) -> str:
+        if self.latent:
+            return "latent"
         return "prefix" if self.prefix else "even" if len(set(self.lengths)) == 1 else "ragged"
+
+    @property
+    def latent(self) -> bool:
+        return self.head_dim_v is not None
+
+    @property
+    def columns(self) -> int:
+        """That a token has in the caches, for a key head."""
+        return self.head_dim if self.latent else 2 * self.head_dim
 
     @property
     def tokens(self) -> int:
@@ -72,7 +91,12 @@ class Cell:
     @property
     def case(self) -> dict[str, int | str]:
         """For rows; equal for equal work."""
-        heads = {"heads_q": self.heads_q, "heads_k": self.heads_k, "head_dim": self.head_dim, "head_dim_v": self.head_dim}
+        heads = {
+            "heads_q": self.heads_q,
+            "heads_k": self.heads_k,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim_v or self.head_dim,
+        }
         sizes = {"batch": self.batch, "seqlen_q": self.new, "seqlen_k": self.longest, **heads}
         others = {"page": self.page, "tokens": self.tokens, "kind": self.kind}
         return {**sizes, "mask": "Causal()", "dtype": DTYPE_NAMES[self.dtype], "direction": DECODE, **others}
@@ -80,13 +104,13 @@ class Cell:
     @property
     def bytes(self) -> int:
         """K and V of each distinct token, once."""
-        return 2 * self.tokens * self.heads_k * self.head_dim * self.dtype.itemsize
+        return self.tokens * self.heads_k * self.columns * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
         """On visible pairs; of a prefix those of all sequences."""
         pairs = sum(self.new * length - self.new * (self.new - 1) // 2 for length in self.lengths)
-        return 4 * pairs * self.heads_q * self.head_dim
+        return 2 * pairs * self.heads_q * (self.head_dim + (self.head_dim_v or self.head_dim))
 
     @property
     def pages(self) -> int:
@@ -96,14 +120,14 @@ class Cell:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of K's cache, and of V's."""
+        """Of K's cache, and of V's where that is not a part of it."""
         lead = (self.pages, self.page) if self.page else (self.batch, self.longest)
         return *lead, self.heads_k, self.head_dim
 
     @property
     def copy_bytes(self) -> int:
         """Of K's and V's cache, unused tokens among them."""
-        return 2 * math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) // self.head_dim * self.columns * self.dtype.itemsize
 
 
 def title_of(case: dict) -> str:
@@ -118,7 +142,7 @@ def decode_cells(most_bytes: int | None = None) -> list[Cell]:
     first = [cell for page in PAGES for cell in _grid(HEADS[0], page, 1)]
     rest = [cell for heads in HEADS[1:] for page in PAGES for cell in _grid(heads, page, 1)]
     several = [cell for heads in HEADS for page in PAGES for cell in _grid(heads, page, 4)]
-    everything = [*first, *ragged_cells(), prefix_cell(), *rest, *several]
+    everything = [*first, *ragged_cells(), prefix_cell(), *rest, *several, *latent_cells()]
     return [cell for cell in everything if most_bytes is None or cell.copy_bytes <= most_bytes]
 
 
@@ -142,13 +166,25 @@ def prefix_cell() -> Cell:
     return Cell(lengths=(8192 + 1024,) * 64, heads_q=32, heads_k=8, page=64, prefix=8192)
 
 
+def latent_cells() -> list[Cell]:
+    """MLA in pages of 64, as its servers have it: 16 heads (one of eight GPUs of a DeepSeek-V3) and all 128; one new token, and four."""
+    sizes = {"heads_k": 1, "head_dim": LATENT, "head_dim_v": LATENT_V, "page": 64}
+    one = [
+        Cell(lengths=(length,) * batch, heads_q=heads, **sizes)
+        for heads in (16, 128)
+        for length in (4096, 16384)
+        for batch in (1, 16, 64, 128)
+    ]
+    return one + [replace(cell, new=4) for cell in one if cell.batch == 64]
+
+
 @dataclass(frozen=True)
 class Caches:
     """The tensors of a cell, on one device."""
 
     cell: Cell
     q: Tensor  # (batch, new, heads_q, head_dim)
-    copies: list[tuple[Tensor, Tensor]]  # K and V, each of `Cell.shape`
+    copies: list[tuple[Tensor, Tensor]]  # K and V, each of `Cell.shape`; V of a latent cache is a view of K
     seqlens: Tensor  # (batch,) int32
     table: Tensor | None  # (batch, pages of the longest) int32, where there are pages
 
@@ -182,6 +218,8 @@ class Pool:
         copies = max(1, min(MOST_COPIES, -(-self.cold_bytes // cell.bytes)))
         k, v = self._numbers(numel * copies, cell.dtype)
         made = [tuple(x[i * numel : (i + 1) * numel].view(cell.shape) for x in (k, v)) for i in range(copies)]
+        if cell.latent:
+            made = [(k, k[..., : cell.head_dim_v]) for k, _ in made]
         draw = torch.Generator(self.device).manual_seed(SEED)
         on = {"dtype": torch.float32, "device": self.device}
         q = torch.randn((cell.batch, cell.new, cell.heads_q, cell.head_dim), generator=draw, **on).to(cell.dtype)

@@ -148,9 +148,9 @@ def decode_tables(rows: Iterable[Row]) -> str:
     groups: dict[tuple, list[Cell]] = {}
     for cell in compared:
         case = cell.case
-        key = ("even", case["heads_q"], case["heads_k"], case["seqlen_q"]) if case["kind"] == "even" else ("other",)
+        key = (case["kind"], case["heads_q"], case["heads_k"], case["seqlen_q"]) if case["kind"] in TABLES else ("other",)
         groups.setdefault(key, []).append(cell)
-    parts = [_even(group) if key[0] == "even" else _others(group) for key, group in groups.items()]
+    parts = [TABLES.get(key[0], _others)(group) for key, group in groups.items()]
     if numbers := ratios(compared):
         mean = geometric_mean(numbers)
         parts.append(f"Ahead of the fastest peer in {ahead(numbers)} cells; geometric mean of the ratios {mean:.3f}.")
@@ -202,11 +202,31 @@ def _even(compared: list[Cell]) -> str:
     return "\n".join(lines)
 
 
+def _latent(compared: list[Cell]) -> str:
+    """A line a batch and length of a latent cache, whose bytes count once."""
+    case = compared[0].case
+    new = f"{case['seqlen_q']} new token{'s' if case['seqlen_q'] != 1 else ''}"
+    lines = [
+        f"A latent cache (MLA, {case['head_dim']} columns of which {case['head_dim_v']} are the values), {case['heads_q']} heads, {new}:",
+        "",
+        "| sequences x tokens | us (TB/s) | TFLOP/s | best peer, us | ratio |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for cell in sorted(compared, key=lambda cell: (cell.case["batch"], cell.case["seqlen_k"])):
+        us, peer, ratio = _us_of(cell)
+        rate = MISSING if cell.mine is None else f"{cell.mine.flops / cell.mine.median_s * 1e-12:,.0f}"
+        lines.append(f"| {cell.case['batch']} x {tokens(int(cell.case['seqlen_k']))} | {us} | {rate} | {peer} | {ratio} |")
+    return "\n".join(lines)
+
+
 def _others(compared: list[Cell]) -> str:
     """Ragged batches and common prefixes, a line each."""
     lines = ["| batch | tokens | us (TB/s) | best peer, us | ratio |", "|---|---:|---:|---:|---:|"]
     lines += [f"| {title_of(cell.case)} | {int(cell.case['tokens']):,} | {' | '.join(_us_of(cell))} |" for cell in compared]
     return "\n".join(["Ragged batches, and a prefix that all sequences have (its bytes count once):", "", *lines])
+
+
+TABLES = {"even": _even, "latent": _latent}  # by kind; the others share one
 
 
 def _why(title: str) -> str:
