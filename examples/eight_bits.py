@@ -1,6 +1,7 @@
-"""Attention in 8 bits: quantised on the way, tensors that are in 8 bits already, and a cache of half the size; how wrong each is.
+"""Attention in 8 bits: quantised on the way, tensors in 8 bits already, a cache of half the size; how wrong each is.
 
-`python examples/eight_bits.py`. On a CPU this shows the arithmetic; an H100 is also faster with it (docs/guide/eight-bits.md).
+`python examples/eight_bits.py`. On a CPU this shows the arithmetic; an H100 is also faster with it
+(docs/guide/eight-bits.md).
 """
 
 import torch
@@ -19,7 +20,9 @@ def main() -> None:
         """The root mean square of O - exact."""
         return float((o.double() - exact).square().mean().sqrt())
 
-    errors = {name: wrong(tw.attention(q, k, v, causal=True, precision=name)) for name in (None, "int8_qk", "int8", "fp8")}
+    errors = {
+        name: wrong(tw.attention(q, k, v, causal=True, precision=name)) for name in (None, "int8_qk", "int8", "fp8")
+    }
     for name, error in errors.items():
         print(f"precision={name!r:<10} {error:.1e}")
     assert errors[None] < errors["int8_qk"] < errors["int8"] < errors["fp8"]
@@ -31,9 +34,8 @@ def main() -> None:
     (k_cache, k_scale), (v_cache, v_scale) = (tw.quantise(x, "fp8", per="token") for x in (k, v))
     scales = [scale.transpose(1, 2) for scale in (k_scale, v_scale)]  # (batch, tokens, heads), as the cache lies
     last = tw.decode(q[:, -1:], k_cache, v_cache, k_scale=scales[0], v_scale=scales[1])
-    print(
-        f"a cache in e4m3       {float((last.double() - exact[:, -1:]).square().mean().sqrt()):.1e}, {k_cache.nbytes / k.nbytes:.0%} of the bytes"
-    )
+    off = float((last.double() - exact[:, -1:]).square().mean().sqrt())
+    print(f"a cache in e4m3       {off:.1e}, {k_cache.nbytes / k.nbytes:.0%} of the bytes")
     assert k_cache.nbytes * 2 == k.nbytes
 
 

@@ -1,4 +1,4 @@
-"""A mask of your own: sets of pairs by `& | - ~`, one mask a head range, a tensor of bools; how it looks, and what it costs.
+"""A mask of your own: sets of pairs by `& | - ~`, one a head range, a tensor of bools; how it looks, what it costs.
 
 `python examples/own_mask.py`
 """

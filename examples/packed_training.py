@@ -1,4 +1,4 @@
-"""Train on documents of different lengths without padding: `attention_varlen`, whose losses and gradients are those of each document alone.
+"""Train on documents of different lengths without padding: `attention_varlen`, with each document's loss and gradients.
 
 `python examples/packed_training.py`
 """
@@ -32,7 +32,9 @@ def loss_of(model: Layer, documents: list[Tensor]) -> Tensor:
     """The sum over all tokens but the first of each document, in nats; the documents lie end to end."""
     lengths = torch.tensor([len(document) - 1 for document in documents])
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
-    inputs, targets = (torch.cat([document[cut] for document in documents]) for cut in (slice(None, -1), slice(1, None)))
+    inputs, targets = (
+        torch.cat([document[cut] for document in documents]) for cut in (slice(None, -1), slice(1, None))
+    )
     return F.cross_entropy(model(inputs, cu_seqlens), targets, reduction="sum")
 
 
@@ -48,7 +50,10 @@ def main() -> None:
     for got, expected in zip(*(torch.autograd.grad(loss, parameters) for loss in (packed, alone)), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-4)
     padded = len(documents) * max(map(len, documents))
-    print(f"loss {packed:.3f} packed, {alone:.3f} one by one; {sum(map(len, documents))} tokens where padding would have {padded}")
+    print(
+        f"loss {packed:.3f} packed, {alone:.3f} one by one; "
+        f"{sum(map(len, documents))} tokens where padding would have {padded}"
+    )
 
     optimiser = torch.optim.AdamW(parameters, lr=1e-2)
     for _ in range(30):

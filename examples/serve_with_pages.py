@@ -1,6 +1,6 @@
-"""Serve sequences of different lengths from one pool of pages, and check every token against attention over its whole sequence.
+"""Serve sequences of different lengths from one pool of pages; check each token against attention over its sequence.
 
-`python examples/serve_with_pages.py`. One layer's keys and values stand for a model's; a server does the same in each layer.
+`python examples/serve_with_pages.py`. One layer's keys and values stand for a model's; a server does so in each layer.
 """
 
 import torch
@@ -15,7 +15,8 @@ class Pool:
     """Pages of keys and values, which of them are free, and which belong to each sequence, in order."""
 
     def __init__(self, sequences: int, most_pages: int) -> None:
-        self.k, self.v = (torch.full((PAGES, PAGE, HEADS_K, HEAD_DIM), torch.nan) for _ in range(2))  # never read before it is written
+        pool = PAGES, PAGE, HEADS_K, HEAD_DIM
+        self.k, self.v = (torch.full(pool, torch.nan) for _ in range(2))  # never read before it is written
         self.free = list(range(PAGES))
         self.table = torch.full((sequences, most_pages), -1, dtype=torch.int32)
         self.lengths = torch.zeros(sequences, dtype=torch.int32)
@@ -34,7 +35,8 @@ class Pool:
 
 def tokens(n: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of n tokens, which a model would compute."""
-    return torch.randn(1, n, HEADS, HEAD_DIM), torch.randn(1, n, HEADS_K, HEAD_DIM), torch.randn(1, n, HEADS_K, HEAD_DIM)
+    q, k, v = (torch.randn(1, n, heads, HEAD_DIM) for heads in (HEADS, HEADS_K, HEADS_K))
+    return q, k, v
 
 
 def main() -> None:
@@ -59,7 +61,9 @@ def main() -> None:
         o = tw.decode(q, pool.k, pool.v, k=k, v=v, cache_seqlens=pool.lengths, page_table=pool.table)
         pool.lengths += 1
         for sequence, (_, k_new, v_new) in enumerate(new):
-            history[sequence] = tuple(torch.cat(pair, 1) for pair in zip(history[sequence], (k_new, v_new), strict=True))
+            history[sequence] = tuple(
+                torch.cat(pair, 1) for pair in zip(history[sequence], (k_new, v_new), strict=True)
+            )
             expected = tw.attention(q[sequence : sequence + 1], *history[sequence])
             torch.testing.assert_close(o[sequence : sequence + 1], expected)
 

@@ -1,4 +1,6 @@
-"""One sequence over two processes, each with half of the tokens, and the bits of one process: `python examples/several_processes.py`.
+"""One sequence over two processes, each with half of the tokens, and the bits of one process.
+
+`python examples/several_processes.py`
 
 The same code runs on GPUs with backend="nccl" and a process a GPU (docs/guide/several-gpus.md).
 """
@@ -20,7 +22,8 @@ MASK = tw.Documents([0, 300, 301, SEQLEN], inner=tw.Causal())
 def sequence() -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of the whole sequence, the same in every process."""
     torch.manual_seed(0)
-    return torch.randn(1, SEQLEN, HEADS, HEAD_DIM), torch.randn(1, SEQLEN, HEADS_K, HEAD_DIM), torch.randn(1, SEQLEN, HEADS_K, HEAD_DIM)
+    q, k, v = (torch.randn(1, SEQLEN, heads, HEAD_DIM) for heads in (HEADS, HEADS_K, HEADS_K))
+    return q, k, v
 
 
 def rank_of(rank: int, address: str) -> None:

@@ -131,7 +131,7 @@ def checked(rows: list[dict]) -> list[str]:
     for row in rows:
         if row.get("scheme") == "tilewise" and "direction" in row:
             seconds, _ = prediction(row["mask"], row["seqlen"], row["world"], row["heads"], row["direction"], known)
-            name = f"{row['mask']}, {row['seqlen'] >> 10}k, {row['direction']}"
+            name = f"{row['mask']}, {row['seqlen'] >> 10}k, {row['heads'][0]}:{row['heads'][1]} heads, {row['direction']}"
             body.append([name, f"{seconds * 1e3:.2f}", f"{row['seconds'] * 1e3:.2f}", f"{seconds / row['seconds']:.2f}"])
     return markdown(["two GPUs, ms", "by the constants", "measured", "ratio"], body)
 

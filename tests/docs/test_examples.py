@@ -64,6 +64,22 @@ def run(code: str, space: dict):
     return None if last is None else eval(compile(ast.Expression(last.value), "<cell>", "eval"), space)
 
 
+WIDEST = 120  # columns that a page of the site shows without cutting them off
+FENCED = re.compile(r"(<!-- from: \S+ -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def test_code_is_no_wider_than_a_page():
+    """Blocks of all pages, but for excerpts of sources and what tools write, and the examples."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    blocks = [(page.name, block[3]) for page in pages for block in FENCED.finditer(page.read_text(encoding="utf-8")) if not block[1]]
+    assert len(blocks) > 200
+    wide = [(name, line) for name, text in blocks for line in text.splitlines() if len(line) > WIDEST]
+    wide += [(path.name, line) for path in SCRIPTS for line in path.read_text(encoding="utf-8").splitlines() if len(line) > WIDEST]
+    cells = [cell for path in NOTEBOOKS for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    wide += [("notebook", line) for cell in cells for line in cell["source"] if len(line.rstrip()) > WIDEST]
+    assert not wide
+
+
 def test_every_example_is_on_its_page():
     page = (ROOT / "docs/start/examples.md").read_text(encoding="utf-8")
     assert all(f"examples/{path.name}" in page for path in SCRIPTS + NOTEBOOKS) and len(NOTEBOOKS) == 1

@@ -248,7 +248,7 @@ def _demo_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="train in N processes on the CPU that share each sequence instead, beside one process, bit by bit",
     )
-    command.add_argument("--steps", type=_positive, default=120, metavar="N", help="training steps (default: %(default)s)")
+    command.add_argument("--steps", type=_positive, default=100, metavar="N", help="training steps (default: %(default)s)")
     command.add_argument("--batch", type=_positive, metavar="N", help="windows of text a step (default: 2, on a GPU 16)")
     command.add_argument("--context", type=_positive, metavar="N", help="bytes a window (default: 1024, on a GPU 4096)")
     lengths = "of the sweep (default: 512 to 8192, on a GPU 1024 to 32768)"

@@ -37,7 +37,7 @@ class Options:
     context: int
     seqlens: tuple[int, ...]
     place: Place = CPU
-    steps: int = 120
+    steps: int = 100
     seed: int = 0
     budget_s: float = 100.0
     out: Path = Path("tilewise-report.html")

@@ -21,7 +21,7 @@ PROMPT, WRITTEN, WRITTEN_EARLY = 100, 180, 40  # bytes; of a training that ended
 class TrainConfig:
     """How the model is trained: AdamW, a linear warm-up, then a cosine down to a tenth of the peak rate."""
 
-    steps: int = 120
+    steps: int = 100
     batch: int = 2
     seed: int = 0
     peak_rate: float = 1e-3

@@ -125,7 +125,20 @@ def test_rungs_of_the_backward_pass_have_rows_of_their_own():
     ]
     assert ladder.rung_markdown([*ROWS, *rows], "k6") == ladder.rung_markdown(ROWS, "k6")
     assert ladder.rung_markdown([*ROWS, *rows], "b3") == "b3 is not measured yet."
+    other = replace(backward("b3", 300.0), name="backward-ladder", environment={"device": "an H200"})
+    assert ladder.rung_markdown([other], "b3") == "The ladder's sweep has no row of b3 yet. Sets that have: backward-ladder on an H200."
     assert ladder.ladder_table(rows).row_count == 4 and ladder.cells_of(rows) == {}
+
+
+def test_a_table_is_of_one_machine():
+    """Of the first that has the rung: an H200's rows show where there are none of an H100, and never next to them."""
+    there = {"device": "an H200", "torch": "2.13", "date": "2026-11-29T08:00:00+00:00"}
+    elsewhere = [row("k5_1", 444.0, environment=there), row("k5", 888.0, environment=there), row("fa4", 999.0, environment=there)]
+    assert ladder.rung_markdown([*ROWS, *elsewhere], "k5") == ladder.rung_markdown(ROWS, "k5")
+    assert ladder.ladder_markdown([*ROWS, *elsewhere]) == ladder.ladder_markdown(ROWS)
+    shown = ladder.rung_markdown([*ROWS, *elsewhere], "k5_1")
+    assert shown.splitlines()[2:4] == ["| 128 full | k5_1 | **444** |", "| 128 full | best peer | 999 fa4 |"]
+    assert "Measured on an H200, torch 2.13, 2026-11-29" in shown
 
 
 def test_tables_in_the_terminal():

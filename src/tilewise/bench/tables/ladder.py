@@ -1,4 +1,4 @@
-"""The ladder's measurements as tables: every rung beside its peers, in the terminal and in the README and the worklog."""
+"""The ladder's measurements as tables: every rung with its peers, in the terminal and in the README and the worklog."""
 
 import re
 from collections.abc import Iterable
@@ -34,6 +34,14 @@ def cells_of(rows: Iterable[Row], direction: str = "fwd") -> Cells:
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
             cells[place] = row
     return cells
+
+
+def of_one_machine(rows: Iterable[Row], direction: str, name: str | None = None) -> list[Row]:
+    """The rows of the first device, in their order, on which the ladder's sweep has a time (of `name`); none where there is no such time."""
+    rows = list(rows)
+    timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == direction)
+    device = next((row.device for row in timed if name in (None, ALIASES.get(row.impl, row.impl))), None)
+    return [row for row in rows if row.device == device]
 
 
 def _contenders(cells: Cells) -> list[str]:
@@ -77,9 +85,9 @@ def at_place(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
 
     Of these the newest row of the same case on the same device counts, be it of the ladder's sweep or of the papers'.
     """
-    rows = list(rows)
+    rows = of_one_machine(rows, "fwd")
     cells = {cell: row for cell, row in cells_of(rows).items() if (cell[1], cell[3]) == tuple(PLACE.values())}
-    cases = {(row.device, *sorted(row.case.items())) for row in cells.values()}
+    cases = [row.case for row in cells.values()]
     found: dict[str, dict[str, Row]] = {name: {} for name in (*RUNGS, *VARIANTS)} if cells else {}
     for (name, _, mask, _), row in cells.items():
         if _ours(name):
@@ -87,7 +95,7 @@ def at_place(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     others = [row for row in rows if row.name in ("ladder", "papers") and row.median_s is not None]
     others = [replace(row, impl=MINE) if row.impl == PRODUCTION else row for row in others if not _ours(ALIASES.get(row.impl, row.impl))]
     for row in sorted(latest(others), key=lambda row: (row.impl != MINE, CLOCKS.index(row.clock))):
-        if (row.device, *sorted(row.case.items())) in cases:
+        if row.case in cases:
             found.setdefault(row.impl, {}).setdefault(MASKS[row.case["mask"]], row)
     return found
 
@@ -149,12 +157,14 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
     """One rung over the sweep, between the rung before it and the best peer of each place. ValueError for another name."""
     if not _ours(name):
         raise ValueError(f"{name} is no rung; there are {', '.join((*RUNGS, *VARIANTS, *BACKWARD_RUNGS))}")
-    cells = cells_of(rows, "bwd" if name in BACKWARD_RUNGS else "fwd")
-    if not cells and name not in BACKWARD_RUNGS:
+    rows = list(rows)
+    direction = "bwd" if name in BACKWARD_RUNGS else "fwd"
+    if direction == "fwd" and not cells_of(rows):
         return NOT_MEASURED
-    if name not in (measured := {impl for impl, *_ in cells}):
-        return f"{name} is not measured yet."
-    before = _before(name, measured)
+    cells = cells_of(of_one_machine(rows, direction, name), direction)
+    if not cells:
+        return _not_in_the_sweep(rows, name)
+    before = _before(name, {impl for impl, *_ in cells})
     lengths = sorted({seqlen for *_, seqlen in cells})
     lines = header("TFLOP/s", "", *map(tokens, lengths), left=2)
     for head_dim, mask in dict.fromkeys((head_dim, mask) for _, head_dim, mask, _ in cells):
@@ -166,6 +176,15 @@ def rung_markdown(rows: Iterable[Row], name: str) -> str:
         lines.append(f"| {where} | best peer | {' | '.join(f'{rate(row)} {row.impl}' if row else MISSING for row in best)} |")
     kept = {place: row for place, row in cells.items() if place[0] in (before, name) or not _ours(place[0])}
     return "\n".join([*lines, "", _where(kept)])
+
+
+def _not_in_the_sweep(rows: list[Row], name: str) -> str:
+    """That the sweep has no time of this rung, and the sets that have one."""
+    timed = [row for row in rows if row.median_s is not None and ALIASES.get(row.impl, row.impl) == name]
+    if not timed:
+        return f"{name} is not measured yet."
+    others = ", ".join(dict.fromkeys(f"{row.name} on {row.device}" for row in timed))
+    return f"The ladder's sweep has no row of {name} yet. Sets that have: {others}."
 
 
 def _before(name: str, measured: set[str]) -> str | None:
