@@ -262,7 +262,6 @@ def test_every_kind_of_table_is_read_or_has_a_reason():
 
 
 TWICE = (
-    "decode",
     "readme-decode",
     "decode-rungs",
     "readme-eight_bits",
