@@ -18,7 +18,7 @@ def tool(monkeypatch):
 
 
 def test_torch_is_of_any_build(tool):
-    given = ["regex", "torch==2.11.0+cpu; platform_machine == 'x86_64'", "numpy>=2", "pandas; extra == 'bench'"]
+    given = ["regex", "torch==2.11.0+cpu; platform_machine == 'x86_64'", "numpy>=2", "pandas; extra == 'bench'", "torchcodec>=0.14; python"]
     assert tool.wanted(given) == ["regex", "torch==2.11.0; platform_machine == 'x86_64'", "numpy>=2"]
 
 
