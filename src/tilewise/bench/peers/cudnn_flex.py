@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class CudnnFlex:
-    """`cudnn.flex_attention` (`pip install nvidia-cudnn-frontend`), its plan made at the first call, as it wants to see the tensors."""
+    """Flex attention of cuDNN's frontend (`pip install nvidia-cudnn-frontend`), its plan made at the first call, as it wants to see the tensors."""
 
     name: str = "cudnn:flex"
 
