@@ -84,18 +84,18 @@ def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: 
                 axes.set_ylim(bottom=0)  # after the last panel is drawn, as it fixes the other end, too
         for axes in grid[len(panels) :]:
             axes.remove()
-        handles = _handles(figure)
+        handles = legend_of(figure)
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(5, len(impls)))
 
-    return _svg(draw, width * columns, height * lines)
+    return as_svg(draw, width * columns, height * lines)
 
 
-def _handles(figure) -> dict:
+def legend_of(figure) -> dict:
     """What a legend shows by its text, of all panels."""
     return {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
 
 
-def _svg(draw: Callable, width: float, height: float) -> str:
+def as_svg(draw: Callable, width: float, height: float) -> str:
     """`draw(figure)` on a figure of so many inches, as SVG text."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -234,11 +234,11 @@ def decode_svg(rows: Iterable[Row]) -> str:
         grid[0].set_ylim(0, most * 1.08)
         for axes in grid[len(panels) :]:
             axes.remove()
-        handles = _handles(figure)
+        handles = legend_of(figure)
         texts = sorted(handles, key=lambda text: text == PEER)
         figure.legend([handles[text] for text in texts], texts, loc="outside upper center", ncols=6)
 
-    return _svg(draw, 3.4 * columns, 2.8 * lines)
+    return as_svg(draw, 3.4 * columns, 2.8 * lines)
 
 
 def _draw_batch(axes, cells: list[Cell], colour: int) -> None:
@@ -277,7 +277,7 @@ def training_svg(rows: Iterable[Row]) -> str:
         handles, texts = panels[0].get_legend_handles_labels()
         figure.legend(handles, texts, loc="outside upper center", ncols=min(5, len(impls)))
 
-    return _svg(draw, 4.8 * len(models), 3.2)
+    return as_svg(draw, 4.8 * len(models), 3.2)
 
 
 def _draw_bars(axes, cells: dict[int, list[Row]], impls: list[str]) -> None:

@@ -202,6 +202,7 @@ def report(options: Namespace) -> int:
     """Rewrite tables and plots from rows, or make a page of them."""
     from tilewise import bench as harness
     from tilewise.bench import plots
+    from tilewise.bench.scheme_plot import save_schemes
 
     console = console_for_tables()
     files = options.rows or sorted(glob.glob("benchmarks/results/*.jsonl"))
@@ -231,6 +232,8 @@ def report(options: Namespace) -> int:
     drawn += plots.save_overview(rows, options.plots)
     drawn += plots.save_trainings(rows, options.plots)
     drawn += plots.save_decoding(rows, options.plots)
+    if not options.rows:
+        drawn += save_schemes("benchmarks/results/distributed", options.plots)
     for path in (*harness.refresh(documents, rows), *drawn):
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return OK

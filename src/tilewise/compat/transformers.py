@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers import __version__ as peer_version
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 import tilewise as tw
@@ -28,7 +29,7 @@ from tilewise.problem import Extras
 from tilewise.runtime import bound_call, call_cache
 from tilewise.runtime.call_cache import Options
 
-__all__ = ["Pairs", "as_attention_mask", "attention", "check", "make_mask", "register", "unregister"]
+__all__ = ["Pairs", "as_attention_mask", "attention", "check", "make_mask", "register", "register_kernel", "unregister"]
 
 TAKEN = ("eager", "sdpa", "flex_attention")
 TENSORS = ("doge",)  # model types that put a mask of their own together from a tensor, and would take what is a BlockMask for nothing
@@ -46,16 +47,27 @@ def register(name: str = "tilewise", ignore: Iterable[str] = ()) -> None:
 
     Raises ValueError for a name that transformers gives another meaning, UnsupportedError for transformers 4 and earlier.
     """
-    if int(peer_version.partition(".")[0]) < 5:
-        raise UnsupportedError(
-            f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers"
-        )
+    _check_version()
     _check_name(name)
     understood.cache_clear()
     understood()
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, make_mask)
     hf_keywords.ignored.update(ignore)
+    _registered.add(name)
+    hf_paged.admit(_registered)
+
+
+def register_kernel(name: str) -> None:
+    """`register` for a name such as "tilewise/attention", under which transformers loads a kernel: the folder of tools/kernels_layout.py calls this.
+
+    transformers then gives that name masks of bools, as for SDPA: ours, which keep their structure, go before those.
+    """
+    _check_version()
+    understood.cache_clear()
+    understood()
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[name] = make_mask
     _registered.add(name)
     hf_paged.admit(_registered)
 
@@ -68,6 +80,9 @@ def unregister(name: str = "tilewise") -> None:
     for interface, ours in ((AttentionInterface, attention), (AttentionMaskInterface, make_mask)):
         if interface._global_mapping.get(name) is ours:
             del interface._global_mapping[name]
+    for used, ours in ((ALL_ATTENTION_FUNCTIONS, attention), (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, make_mask)):
+        if used._local_mapping.get(name) is ours:
+            del used[name]
     if not _registered:
         hf_paged.dismiss()
 
@@ -75,6 +90,13 @@ def unregister(name: str = "tilewise") -> None:
 def check(model: torch.nn.Module) -> None:
     """UnsupportedError where layers of a model compute attention by themselves: naming an implementation changes nothing for those."""
     _asking.check(model, "transformers", "leave its attn_implementation as it is, or call it within tilewise.compat.sdpa.patch()")
+
+
+def _check_version() -> None:
+    if int(peer_version.partition(".")[0]) < 5:
+        raise UnsupportedError(
+            f"tilewise.compat.transformers needs transformers 5 or later, found {peer_version}; pip install -U transformers"
+        )
 
 
 def _check_name(name: str) -> None:

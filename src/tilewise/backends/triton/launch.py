@@ -22,6 +22,7 @@ from tilewise.backends.triton.direct import direct
 from tilewise.backends.triton.tape import recording
 from tilewise.backends.triton.targets import Target, interpreted
 from tilewise.machine import lock
+from tilewise.machine.room import make_room
 
 NAMES = {
     torch.float32: "fp32",
@@ -130,8 +131,13 @@ def on_disk(kernel: Kernel, target: Target) -> bool:
 
 @functools.cache
 def _loaded(kernel: Kernel, target: Target, device: int):
-    """`compiled`, once for each device: a kernel is loaded into the context of the one that is current when it is first launched."""
-    return compiled(kernel, target) if device == 0 else build(kernel, target)
+    """`compiled`, once for each device: a kernel is loaded into the context of the one that is current when it is first launched.
+
+    Raises torch.OutOfMemoryError where that GPU has no memory for its code, and looks again at the next launch.
+    """
+    found = compiled(kernel, target) if device == 0 else build(kernel, target)
+    make_room()
+    return found
 
 
 @functools.cache

@@ -6,6 +6,8 @@ the mask, compiles, plans) and returns what is checked and timed.
 
 from tilewise.bench.peers.contender import DecodeImpl, Impl
 from tilewise.bench.peers.cudnn import CudnnInEightBits
+from tilewise.bench.peers.cudnn_flex import CudnnFlex
+from tilewise.bench.peers.cuequivariance import TriangleAttention
 from tilewise.bench.peers.flash_attention import FlashAttention, FlashAttentionDecode, VllmFlashAttention3, VllmFlashAttention3Decode
 from tilewise.bench.peers.flashinfer import FlashInfer, Xqa
 from tilewise.bench.peers.flex import Flex
@@ -39,6 +41,8 @@ def known() -> dict[str, Impl]:
         *(Sdpa(kernel) for kernel in KERNELS),
         *(SdpaDocuments(way) for way in ("padded", "loop")),
         CudnnInEightBits(),
+        CudnnFlex(),
+        TriangleAttention(),
         Flex(),
         Flex("FLASH"),
         Naive(),

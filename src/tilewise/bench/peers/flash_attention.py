@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ def _widths(cell: Cell) -> tuple[int, int]:
     return (cell.head_dim - cell.head_dim_v, cell.head_dim_v) if cell.head_dim_v is not None else (cell.head_dim, cell.head_dim)
 
 
-def _in_parts(caches: Caches) -> tuple[Tensor, list[tuple[Tensor, Tensor]], dict[str, object]]:
+def _in_parts(caches: Caches) -> tuple[Tensor, list[tuple[Tensor, Tensor]], dict[str, Any]]:
     """Q, K and V of every copy, and what else FlashAttention-3 is told of a latent cache."""
     cell, q = caches.cell, caches.q
     if cell.head_dim_v is None:

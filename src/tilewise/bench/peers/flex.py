@@ -104,7 +104,7 @@ def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
     if mask == Causal():
         return lambda b, h, i, j: j <= i + diagonal
     if isinstance(mask, SlidingWindow) and mask.align == "bottom_right":
-        left, right = (workload.seqlen_k if side is None else side for side in (mask.left, mask.right))
+        left, right = (workload.seqlen_q + workload.seqlen_k if side is None else side for side in (mask.left, mask.right))
         return lambda b, h, i, j: (j >= i + diagonal - left) & (j <= i + diagonal + right)
     if isinstance(mask, Documents) and mask.cu_seqlens_k == mask.cu_seqlens_q and mask.inner in (Full(), Causal()):
         new = {"dtype": torch.int64, "device": device}

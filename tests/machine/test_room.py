@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tilewise.sm90 import jit, room
+from tilewise.machine import room
+from tilewise.sm90 import jit
+from tilewise.sm90 import room as of_jit
 
 MB = 1 << 20
 
@@ -42,6 +44,49 @@ def test_too_little_is_said_in_a_sentence(monkeypatch):
         torch.OutOfMemoryError, match=r"needs 16 MB of the GPU's memory beside torch's, and 3 of 80000 MB are free: .*smaller batch"
     ):
         room.make_room()
+
+
+def test_there_is_one_mechanism():
+    assert of_jit.make_room is jit.make_room is room.make_room
+
+
+def test_a_triton_kernel_asks_once_a_gpu_and_again_after_there_was_none(monkeypatch):
+    pytest.importorskip("triton")
+    import triton
+
+    from tilewise.backends.triton import launch
+    from tilewise.backends.triton.targets import Target
+
+    gpu, asked, started = Gpu(monkeypatch, free=2, cached=0), [], []
+
+    class Loaded:
+        """As Triton's compiled kernel: its code is loaded where a grid is asked for."""
+
+        def __getitem__(self, grid):
+            assert gpu.free >= 16, "it is loaded without room"
+            return lambda *values: started.append((gpu.device, grid, values))
+
+    class Kernel:
+        constants = ()
+
+        def signature(self):
+            return {"q": "*fp16", "n": "i32"}, {}
+
+    kernel, driver = Kernel(), type("Driver", (), {"get_current_device": lambda self: gpu.device})()
+    monkeypatch.setattr(launch, "interpreted", lambda: False)
+    monkeypatch.setattr(launch, "compiled", lambda *key: Loaded())
+    monkeypatch.setattr(launch, "build", lambda *key: Loaded())
+    monkeypatch.setattr(launch, "make_room", lambda: asked.append(gpu.device) or room.make_room())
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    run = launch.launcher(kernel, Target("sm_90"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="a kernel's first launch needs 16 MB"):
+            run(3, {"n": 5})
+    gpu.cached = 40  # as after a tensor was given back
+    for gpu.device in (0, 0, 1, 1):
+        run(3, {"n": 5})
+    assert asked == [0, 0, 0, 1] and gpu.free == 42
+    assert started == [(device, (3, 1, 1), (None, 5)) for device in (0, 0, 1, 1)]
 
 
 def test_every_kernel_is_asked_for_once_a_gpu_and_again_after_there_was_none(monkeypatch):
