@@ -149,6 +149,16 @@ def test_every_mask_of_bands_is_slices(name):
         assert torch.equal(Slices(*mask.slices(seqlen_q, seqlen_k)).dense(seqlen_q, seqlen_k), mask.dense(seqlen_q, seqlen_k))
 
 
+@pytest.mark.parametrize(
+    "mask", [Causal(), Dense(torch.ones(6, 7).bool()), Dense(torch.ones(6, 7).bool()) & FirstKeys(4), Causal() | FirstKeys(2)], ids=str
+)
+def test_a_mask_of_no_batch_entries_or_heads_has_a_plane(mask):
+    whole = mask.dense(6, 7)
+    for batch, heads in ((0, 2), (3, 0), (0, 0)):
+        ((entries, members, region),) = mask.planes(6, 7, batch, heads)
+        assert 0 in (len(entries), len(members)) and torch.equal(torch.from_numpy(region.dense()), whole)
+
+
 def test_dense_and_per_head_masks_give_planes():
     torch.manual_seed(0)
     two, four = torch.rand(6, 7) > 0.5, torch.rand(2, 3, 6, 7) > 0.5
@@ -192,7 +202,8 @@ def test_a_row_of_keys_stands_for_every_query():
 
 def test_planes_of_empty_batches_and_heads():
     assert Full().pairs(4, 4, batch=0, heads=2) == 0
-    assert (PerHead({(0, 1): Causal(), (1, 2): Full()}) & Causal()).planes(4, 4, 0, 2) == ()
+    apart = (PerHead({(0, 1): Causal(), (1, 2): Full()}) & Causal()).planes(4, 4, 0, 2)
+    assert [(plane.batch, plane.heads) for plane in apart] == [(range(0), range(1)), (range(0), range(1, 2))]
 
 
 @pytest.mark.parametrize("combined", [lambda one: one & Full(), lambda one: ~~one, lambda one: one.transpose().transpose() | Causal()])

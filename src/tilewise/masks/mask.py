@@ -234,6 +234,9 @@ class Combined(Mask):
     def _planes(self, seqlen_q: int, seqlen_k: int, batch: int, heads: int) -> tuple[Plane, ...]:
         if self.kind != "bitmap" and self.alike:
             return super()._planes(seqlen_q, seqlen_k, batch, heads)
+        if 0 in (batch, heads):  # nobody uses them, but there are planes, as of every mask
+            planes = self.planes(seqlen_q, seqlen_k, max(batch, 1), max(heads, 1))
+            return tuple(Plane(one.batch if batch else range(0), one.heads if heads else range(0), one.region) for one in planes)
         first, steps = self._chain()
         planes = first.planes(seqlen_q, seqlen_k, batch, heads)
         for operation, right in steps:
