@@ -446,8 +446,7 @@ def backward_products(shipped) -> tuple[int, int]:
         behind = 2 * over_m + shipped.dq_pieces * over_n
         return 2 * (2 + 2 * (2 + shipped.dq_pieces)), 2 * (sum(ahead) + 2 * behind)
     roles = 1 if shipped.dq_consumers == shipped.consumers else 2
-    dQ = 1 + 2 * shipped.skips  # of tiles that see none of a warpgroup's keys, at either end of its walk, there is nothing else
-    return 4 * roles + dQ, roles * (sum(ahead) + 2 * over_m) + dQ * over_n
+    return 4 * roles + 1, roles * (sum(ahead) + 2 * over_m) + over_n
 
 
 def check_nothing_spills(found: Facts):

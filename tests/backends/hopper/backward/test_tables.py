@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward.tables import query_visits_of, visits_of
+from tilewise.backends.hopper.backward.tables import _time, query_visits_of, visits_of
 from tilewise.backends.hopper.operands import KEYS, QUERIES
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, Slices, SlidingWindow
+from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, PrefixTree, Slices, SlidingWindow
 from tilewise.sm90.jit import why_no_compiler
 from tilewise.testing.cases import masks, random_mask
 
@@ -54,8 +54,8 @@ class Problem:
             yield place, int(self.kernel.tile_at(place, self.band, self.config))
             place = self.kernel.next_in(place, walk, self.config)
 
-    def turn(self, place, ascending):
-        block = self.kernel.Block(0, 0, 0, 0, ascending, 0, 1)
+    def turn(self, place):
+        block = self.kernel.Block(0, 0, 0, 0, False, 0, 1)
         return int(self.kernel.turn_of(place, block, self.band, None, self.config))
 
     def seen(self, place, n_block):
@@ -108,15 +108,14 @@ def check(kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch=2, heads=4):
             order = []
             for place, m_block in problem.visits(n_block, h, b):
                 order.append(m_block)
-                turns[m_block].append((problem.turn(place, False), problem.turn(place, True)))
+                turns[m_block].append(problem.turn(place))
                 count[n_block * tile_n : (n_block + 1) * tile_n, m_block * tile_m : (m_block + 1) * tile_m] += problem.seen(place, n_block)
-            assert order == sorted(set(order))
+            assert order in (sorted(set(order)), sorted(set(order), reverse=True))
         check_queries(problem, problem.tables.planes[b, h], dense[b, h])
         assert (dense[b, h] == count[:seqlen_k, :seqlen_q].T).all()
         assert (count[seqlen_k:] == 0).all()
         for m_block, found in turns.items():
-            up = list(range(len(found)))  # the blocks of keys come in this order in the grid, or those of ascending heads in the other one
-            assert found == list(zip(up, reversed(up), strict=True))
+            assert found == list(range(len(found)))  # the blocks of keys come in this order in the grid
             assert bool(kernel.is_visited(m_block, h, b, problem.band, seqlen_k, problem.config)) == bool(found)
         for query in range(seqlen_q):
             assert bool(kernel.sees_any(query, h, b, problem.band, problem.config)) == dense[b, h, query].any()
@@ -156,15 +155,13 @@ def test_a_pair_is_found_in_the_tables(kernel):
                 assert bool(kernel.shows(at[2], at[3], at[1], at[0], problem.band, problem.config)) == dense[at]
 
 
-@pytest.mark.parametrize("ascending", [False, True])
-def test_nobody_waits_for_ever(ascending, kernel):
-    """Blocks of keys start from the first, or from the last of ascending heads, a few at a time, and go through the heads of their group; each adds
-    when it is its turn."""
+def test_nobody_waits_for_ever(kernel):
+    """Blocks of keys start from the first, a few at a time, and go through the heads of their group; each adds when it is its turn."""
     generator = random.Random(1)
     for seqlen_q, seqlen_k in ((700, 900), (900, 300)):
         for mask in (*some(seqlen_q, seqlen_k), PrefixLM(200), Documents((0, 100, 250, 300), inner=SlidingWindow(9, 9))):
             problem = Problem(kernel, mask, seqlen_q, seqlen_k, 64, 64, 2, 4)
-            numbers = [(n_block, b) for b in range(2) for n_block in range(-(-seqlen_k // 64))[:: -1 if ascending else 1]]
+            numbers = [(n_block, b) for b in range(2) for n_block in range(-(-seqlen_k // 64))]
             waiting = [[(head, b, *at) for head in range(4) for at in problem.visits(n_block, head, b)] for n_block, b in numbers]
             slots, running, added = generator.choice((1, 2, 5, 40)), [], {}
             while waiting or running:
@@ -172,11 +169,40 @@ def test_nobody_waits_for_ever(ascending, kernel):
                     running.append(waiting.pop(0))
                 before = sum(map(len, running))
                 for rest in running:
-                    while rest and added.get((*rest[0][:2], rest[0][3]), 0) == problem.turn(rest[0][2], ascending):
+                    while rest and added.get((*rest[0][:2], rest[0][3]), 0) == problem.turn(rest[0][2]):
                         head, b, _, m_block = rest.pop(0)
                         added[head, b, m_block] = added.get((head, b, m_block), 0) + 1
                 assert sum(map(len, running)) < before or not all(running), "all of them wait"
                 running = [rest for rest in running if rest]
+
+
+@pytest.mark.parametrize(
+    ("mask", "up"),
+    [
+        (Causal(), False),
+        (SlidingWindow(300, 0) | SlidingWindow(900, -700), False),
+        (PrefixLM(1000), False),
+        (ChunkedCausal(500), False),
+        (Documents([0, 900, 1000, 16384], inner=Causal()), False),
+        (Full() - Full(), False),
+        (PrefixTree.group(1024, [512] * 30), True),
+        (PrefixTree.group(8192, [4096] * 2), False),  # the prompt's own blocks have most of the work
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_the_way_that_blocks_walk(mask, up):
+    """Down, unless the first keys are seen by queries far behind those of the next: of which rows, heads or batch entries does not matter."""
+    for heads, batch in ((1, 1), (4, 3)):
+        found = visits_of(mask.planes(16384, 16384, batch, heads), batch, heads, SimpleNamespace(tile_m=64, tile_n=128), CPU)
+        walks = [found.visits[first:last, 0].tolist() for first, last in found.spans[0].tolist()]
+        assert walks == [sorted(walk, reverse=not up) for walk in walks]
+
+
+def test_what_a_walk_takes_is_counted():
+    """Three blocks, two at a time: the second waits for the first at both tiles, the third starts when that ends."""
+    walks = [np.array([0, 1]), np.array([0, 1]), np.array([1])]
+    assert [_time(walks, 2), _time(walks, 1), _time([walk[::-1] for walk in walks], 2)] == [4, 5, 3]
+    assert _time([np.arange(0)] * 3, 2) == 0
 
 
 def test_they_are_kept_and_counted():

@@ -17,7 +17,6 @@ from tilewise.backends.hopper.backward.order import Block, Order
 from tilewise.backends.hopper.backward.parts import Shared, Tensors
 from tilewise.backends.hopper.backward.shares import Partials
 from tilewise.backends.hopper.backward.tiles import (
-    KEYS,
     THREADS,
     WARP,
     Barrier,
@@ -36,12 +35,10 @@ from tilewise.backends.hopper.scores.again import exponentiate, per_query, proba
 from tilewise.backends.hopper.scores.derivative import add_to_rows, differentiate, differentiate_kept, multiply_by_rounded
 from tilewise.backends.hopper.visible.hiding import hide
 from tilewise.backends.hopper.visible.queries import (
-    FAR,
     Walk,
     abreast,
     hide_in,
     next_in,
-    queries_of,
     queries_of_rows,
     visit_in,
     walk_of_head,
@@ -191,11 +188,6 @@ def visit_all(
     begin, end = walks_of(block, group, config)
     for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
-        if const_expr(config.skips):
-            whole, own = own, walk_of_keys(own, tile.block.n0 + tile.consumer * KEYS, band, config)
-            before = (own.start - whole.start) * own.step
-            behind = (whole.last - whole.first) - before - (own.last - own.first)
-            state = visit_unseen(tile, pipes, state, before * together, has_dQ, config)
         m_block, left = own.start, (own.last - own.first) * together
         ask_ahead(tile, pipes, state, left > 0, config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
@@ -207,52 +199,8 @@ def visit_all(
                 else:
                     state = step(tile, pipes, state, g, m_block, masked, left > 0, has_dQ, config)
             m_block = next_in(m_block, own, config)
-        if const_expr(config.skips):
-            state = visit_unseen(tile, pipes, state, behind * together, has_dQ, config)
     if const_expr(config.lean):
         warpgroup.wait_group(0)  # dK is there
-    return state
-
-
-@cute.jit
-def walk_of_keys(walk: Walk, key: Int32, band: Band, config: Constexpr[Config]) -> Walk:
-    """A block's walk without the tiles at its ends that see none of a warpgroup's keys, from this one on; one warp works it out."""
-    begin, end = Int32(FAR), Int32(0)
-    for i in range_constexpr(KEYS // WARP):
-        of_key = queries_of(key + i * WARP + arch.lane_idx(), band, config)
-        if of_key[0] < of_key[1]:
-            begin, end = min(begin, of_key[0]), max(end, of_key[1])
-    begin, end = (arch.make_warp_uniform(x) for x in (-arch.warp_redux_sync(-begin, "max"), arch.warp_redux_sync(end, "max")))
-    first = min(max(max(begin, 0) // config.tile_m, walk.first), walk.last)
-    last = max(min(cute.ceil_div(end, config.tile_m), walk.last), first)
-    start = first
-    if walk.step < 0:
-        start = last - 1
-    return Walk(start, walk.step, first, last, walk.free_first, walk.free_last)
-
-
-@cute.jit
-def visit_unseen(
-    tile: Tile, pipes: Pipes, state: pipeline.PipelineState, tiles: Int32, has_dQ: Constexpr[bool], config: Constexpr[Config]
-) -> pipeline.PipelineState:  # fmt: skip
-    """Tiles of queries that see none of this warpgroup's keys, though some of another's: their dS is 0, and all that is left is its part of dQ.
-
-    Apart from the loop over the others: a branch in there, and ptxas moves each product's descriptors from vector registers.
-    """
-    zeros = cute.make_rmem_tensor(tile.tScS.shape, tile.tdSsdS.element_type)
-    zeros.fill(0.0)
-    for _i in cutlass.range(tiles, unroll=1):
-        pipes.q.consumer_wait(state)
-        pipes.do.consumer_wait(state)
-        share_dS(tile, zeros, state.index, config)
-        dS_is_there(config)
-        tma.release(pipes.do, state)
-        if const_expr(has_dQ):
-            acc_dQ = dQ_of(tile, state.index, config)
-            warpgroup.wait_group(0)
-            hand_over(tile, acc_dQ, None, state.index % ADDERS, config)
-        tma.release(pipes.q, state)
-        state.advance()
     return state
 
 
@@ -500,10 +448,7 @@ def weights(
     left operand of dV, 0 where dropout drops it. g: of the group's heads.
     """
     if const_expr(not config.modified):
-        if const_expr(config.whole.always):
-            hide_always(tile, acc_S, m_block * config.tile_m)
-            probabilities(acc_S, lse, tile.scale_log2)
-        elif const_expr(at_once(config)):
+        if const_expr(at_once(config)):
             hide_in(tile, acc_S, tile.block.n0, stage, m_block, masked, 0.0, config)
         else:
             subtract(acc_S, lse, tile.scale_log2)
@@ -523,7 +468,7 @@ def weights(
 
 def at_once(config: Config) -> bool:
     """Whether all of P is computed ahead of what hides some of it."""
-    return not (config.modified or config.whole.always) and (config.ahead == 1 or config.sees == "runs")
+    return not config.modified and (config.ahead == 1 or config.sees == "runs")
 
 
 @cute.jit
@@ -538,19 +483,6 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
     if masked:
         hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), cut, columns)
     exponentiate(acc_S, cut, columns)
-
-
-@cute.jit
-def hide_always(tile: Tile, acc_S: cute.Tensor, m0: Int32):
-    """What any tile under a causal mask may hide: scores that the scale, which is not 0, makes -infinity. The first query that a row's key sees is
-    worked out where ptxas cannot do it earlier: it would compare ahead of S, and keep the results packed.
-    """
-    S, at = fragments.by_rows(acc_S), fragments.by_rows(tile.tScS)
-    hidden = -Float32.inf if tile.scale_log2 > 0.0 else Float32.inf
-    for r in range_constexpr(fragments.ROWS):
-        first = arch.inline_ptx("sub.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[tile.begin[r], m0 + at[r, 0][1]])
-        for c in range_constexpr(cute.size(S, mode=[1])):
-            S[r, c] = S[r, c] if first <= fragments.column(c) else hidden
 
 
 @cute.jit

@@ -24,7 +24,6 @@ class Staged:
     """Through shared memory, from where the copy engine adds it to the sum in global memory."""
 
     finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py)
-    skips: bool = False  # a warpgroup leaves out tiles at its walk's ends that see none of its keys; not under "all" and "runs"
     persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); not under "runs"
 
 
@@ -55,7 +54,6 @@ class Whole:
     pairwise: bool = False  # dS is rounded by twos: ptxas rounds a whole fragment twice, for shared memory and for dK
     delta_in: bool = False  # dP's registers start as -delta
     asks_ahead: bool = False  # a tile's log-sum-exps are read during the tile before; where scores are plain
-    always: bool = False  # every tile is masked, so no branch limits how ptxas arranges the code; under a causal mask, with plain scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +193,6 @@ class Config(ScoreChanges):
         return isinstance(self.split.dq, Staged) and self.split.dq.finishes
 
     @property
-    def skips(self) -> bool:
-        return isinstance(self.split.dq, Staged) and self.split.dq.skips
-
-    @property
     def persistent(self) -> bool:
         return isinstance(self.split.dq, Staged | Written) and self.split.dq.persistent
 
@@ -247,7 +241,6 @@ class Config(ScoreChanges):
             "what finishes dQ takes 64 columns of a warpgroup": self.finishes and self.dq_width != 64,
             "dropout comes between dP and delta, and knows no lean step": self.dropout and (self.whole.delta_in or self.lean),
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
-            "tiles are skipped only in whole steps of walks over tiles": self.skips and (self.lean or self.sees in ("all", "runs")),
             "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
             "query heads are apart only where scores are plain, walks go over tiles, dQ is summed up and blocks are not shared": self.heads_apart
             and (self.modified or self.sees == "runs" or self.shares or not self.staged),
@@ -255,7 +248,6 @@ class Config(ScoreChanges):
                 self.shares and self.finishes and not self.persistent
             ),
             "planes are of tables": self.planes_apart and self.sees != "runs",
-            "every tile is masked only under a causal mask of plain scores": self.whole.always and (self.modified or self.sees != "causal"),
         }
         for why, holds in wrong.items():
             if holds:
@@ -422,20 +414,19 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 # Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
-# (lab/rows/: backward-adders-h200.jsonl; SKIPS backward-edges-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
+# (lab/rows/: backward-adders-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen
 # before backward-schedules-h200.jsonl, backward-dense-h200*).
 FINISHES, PERSIST, SHARED, PAIRWISE = dict(finishes=True), dict(persistent=True), dict(shares=True), dict(pairwise=True)
-AHEAD, SKIPS = dict(asks_ahead=True), dict(skips=True)
+AHEAD = dict(asks_ahead=True)
 WHOLE = PAIRWISE | AHEAD | dict(delta_in=True, roomy=True)
 LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5, roomy=False)
-ONE_PIECE = PAIRWISE | AHEAD | dict(always=True)
 LONG = {
     ((128, 128), "all"): ((1, PERSIST | WHOLE), (1024, FINISHES | PERSIST | WHOLE), (2048, LARGER | PERSIST), (8192, LARGER | SHARED)),
-    ((128, 128), "causal"): ((1, WHOLE | SKIPS), (1024, FINISHES | WHOLE | SKIPS), (8192, FINISHES | WHOLE)),
-    ((128, 128), "interval"): ((1, FINISHES | WHOLE | SKIPS),),
-    ((128, 128), "rows"): ((1, FINISHES | WHOLE | SKIPS),),
+    ((128, 128), "causal"): ((1, WHOLE), (1024, FINISHES | WHOLE)),
+    ((128, 128), "interval"): ((1, FINISHES | WHOLE),),
+    ((128, 128), "rows"): ((1, FINISHES | WHOLE),),
     ((64, 64), "all"): ((1, FINISHES | PERSIST | AHEAD), (1024, FINISHES | PERSIST | SHARED | AHEAD)),
-    ((64, 64), "causal"): ((1, ONE_PIECE), (256, FINISHES | ONE_PIECE), (4096, FINISHES | PAIRWISE | AHEAD)),
+    ((64, 64), "causal"): ((1, PAIRWISE | AHEAD), (256, FINISHES | PAIRWISE | AHEAD)),
     ((64, 64), "interval"): ((1, FINISHES | PAIRWISE | AHEAD),),
     ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
 }

@@ -4,9 +4,8 @@ dQ accumulation: every block of keys adds its part to the dQ of the queries that
 fixed (`turn_of`), and chosen such that a block hardly ever waits for its turn.
 
 A head is ascending or descending. Blocks of an ascending head start from its last keys, and each walks from its first tile of queries to its last;
-blocks of a descending head start from its first keys, and each walks from its last tile of queries to its first, but from its first to its last where
-the mask has tables. There the first keys may be seen by most queries (a prefix that many sequences share, a sink): down from the last of these, every
-other block would wait until they are through.
+blocks of a descending head start from its first keys, and each walks from its last tile of queries to its first. Where a mask has tables all heads
+descend, and blocks walk in the order of the table (tables.py).
 """
 
 from typing import NamedTuple
@@ -25,7 +24,7 @@ class Order(NamedTuple):
 
     num_sms: Int32  # thread blocks that run at a time
     ascending: Int32  # number of ascending heads, which come first; band masks only
-    abreast: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents or tables the number of heads
+    abreast: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents the number of heads
     together: Int32  # descending heads that take turns
     behind: Int32  # a block finishes the dQ of the block this many numbers before it (finish.py)
     shared_from: Int32  # blocks of keys from this number on, those of the last wave, are shared (shares.py); where all keys are seen
@@ -221,7 +220,7 @@ def turn_of(place: Int32, block: Block, band: Band, seqlen_k: Int32, config: Con
     blocks that start together, each follows a tile behind the one before it. Blocks of other heads start in between (`block_of`).
     """
     if const_expr(config.sees == "runs"):
-        return band.tables.visits[place, 2 + Int32(block.ascending)]
+        return band.tables.visits[place, 2]
     n_block = block.n0 // config.tile_n
     visitors = visitors_of(place, band, seqlen_k, config)
     return visitors.last - 1 - n_block if block.ascending else n_block - visitors.first

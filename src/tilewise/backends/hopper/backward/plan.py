@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from tilewise.backends.hopper import changes, visibility
@@ -13,7 +12,6 @@ from tilewise.backends.hopper.backward.config import ONE_BLOCK, PIECE, Config, c
 from tilewise.backends.hopper.operands import Turns
 from tilewise.backends.tables.band import band_of
 from tilewise.masks import Documents, Full, Part
-from tilewise.masks.tiles import Runs, lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
@@ -29,7 +27,7 @@ MOST_SHARES = 4  # thread blocks that share a block of keys of the last wave; ea
 MOST_OF_ONE_BLOCK = 12  # likewise where the head has a single block (H200, 2026-11-22: lab/rows/backward-few-keys-h200.jsonl)
 CHAINS = 2  # tiles of dQ that heads which take turns have, for each multiprocessor, where they have fewer queries than keys
 OF_A_BLOCK = 4  # tiles of queries that take as long as a thread block's prologue and epilogue
-TAIL = 4  # under tables heads descend where the longest walk is more than one of so many parts of a multiprocessor's work
+OF_A_HEAD = 4  # blocks of keys of one head that run at a time under tables, at least, so that most of what they read is in the L2 cache
 NEIGHBOURS = 8  # blocks of keys of one head that run at a time under a full mask; each begins one tile later than the one before
 AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, where that leaves fewer than NEIGHBOURS
 # (smallest L2 cache, bytes that all running blocks may read before a tile is read again, once neighbours have drifted apart evenly). 50 MB: H100,
@@ -70,11 +68,10 @@ class Plan:
         narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
         shared_from, shares, parts = shared(config, call, board.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
-        turns, tables = [], config.sees == "runs" and not config.dq_apart
+        turns = []
         for first in range(0, call.batch, MOST):
             batch = min(call.batch - first, MOST)
-            known = _under_tables(call, config, batch * heads_k, board.num_sms) if tables else None
-            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow, known)
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
@@ -170,17 +167,9 @@ def _entries(config: Config, call: Call) -> int:
 
 
 def _order(
-    config: Config,
-    batch: int,
-    seqlen_q: int,
-    heads_q: int,
-    seqlen_k: int,
-    heads_k: int,
-    board: Board,
-    narrow: bool,
-    known: tuple | None = None,
+    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
 ) -> tuple[int, ...]:
-    """The first fields of operands.Turns. narrow: a window, much shorter than the queries. known: (ascending, together), under tables."""
+    """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
     num_sms = board.num_sms
     if config.heads_apart:  # the order of heads without groups
         heads_k = heads_q
@@ -192,8 +181,10 @@ def _order(
     ascending, together = 0, _evenly(heads, longest)
     if config.sees == "causal" and not config.dq_apart:
         ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
-    elif known is not None:
-        ascending, together = known
+    elif (
+        config.sees == "runs" and not config.dq_apart
+    ):  # dQ of a part is added up in the order of the whole call, whatever rows and heads it has
+        together = _evenly(heads, num_sms // OF_A_HEAD)
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _descending(config, n_blocks, num_sms))
         ascending = heads - together
@@ -219,7 +210,7 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
         return 1
     fit = ASCENDING // _read(config, group, seqlen_q)
     most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
-    return next(n for n in range(most, 0, -1) if config.sees not in ("rows", "runs") or heads % n == 0)
+    return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
 
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
@@ -291,29 +282,6 @@ def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
     longest first, all multiprocessors come to an end at about the same time.
     """
     return -(-2 * num_sms // (blocks + 1))
-
-
-def _under_tables(call: Call, config: Config, heads: int, num_sms: int) -> tuple[int, int]:
-    """(ascending, together) of so many heads, where a mask has tables.
-
-    Ascending heads end with their first keys. Where these are seen by most queries (a prefix that many sequences share, a sink), their walks are the
-    longest by far, and the last head's would be walked alone. Descending heads begin with these walks, and others follow them from tile to tile in a
-    chain, which takes as long as there are blocks: so as many heads descend as have as much work as all multiprocessors of the longer of the two.
-    All heads of a part ascend, whatever its rows and heads are: the order of additions to dQ is that of the whole call, and so are the bits.
-    """
-    if isinstance(call.mask, Part):
-        return heads, 1
-    planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
-    walks = np.stack([_walks(lower(plane.region.transpose(), config.tile_n, config.tile_m)) for plane in planes])
-    blocks, longest, total = walks.shape[1], int(walks.max()), float(walks.sum()) / len(planes)
-    alike = 2 * longest * blocks <= 3 * total or TAIL * longest * num_sms <= total * heads
-    descending = 0 if alike else min(heads, math.ceil(num_sms * max(longest, blocks) / total))
-    return heads - descending, max(1, descending)
-
-
-def _walks(runs: Runs) -> np.ndarray:
-    """Tiles that each block visits; those of several runs as often."""
-    return np.diff(np.cumsum([0, *(runs.n1 - runs.n0)])[runs.row_ptr])
 
 
 def _evenly(heads: int, most: int) -> int:

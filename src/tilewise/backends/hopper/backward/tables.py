@@ -4,6 +4,7 @@ For packed documents the GPU finds them from cu_seqlens (`Columns`); for any oth
 the forward pass, of the transposed mask: for every block of keys the tiles of queries that it visits (`Visits`).
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
@@ -29,6 +30,7 @@ from tilewise.masks.tiles import lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
+WALKS, RUNNING = 256, 16  # of `_upwards`
 EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries that exist
 
 
@@ -46,9 +48,10 @@ class Columns(NamedTuple):
 class Visits:
     """Any other mask, int32, likewise.
 
-    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], in ascending order. The tile is
-    masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by bands[-1 - ref], for which keys are the rows and queries the columns; all of it is
-    seen for bands[EVERYTHING]. Of the blocks that visit it, visits[i, 2] have a smaller number than this one, visits[i, 3] a larger one.
+    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], one after another: all blocks
+    from their last tile down, or all from their first up (`_upwards`). The tile is masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by
+    bands[-1 - ref], for which keys are the rows and queries the columns; all of it is seen for bands[EVERYTHING]. Of the blocks that visit it,
+    visits[i, 2] have a smaller number than this one.
     """
 
     visits: Tensor  # (visits, 4)
@@ -63,7 +66,7 @@ class Visits:
 
 @dataclass(frozen=True, eq=False)
 class QueryVisits:
-    """Likewise, of QUERIES queries that visit tiles of KEYS keys: queries are the rows, and visits[i, 2:] of no use."""
+    """Likewise, of QUERIES queries that visit tiles of KEYS keys: queries are the rows, tiles ascend, and visits[i, 2:] are of no use."""
 
     visits: Tensor  # (visits, 4)
     bands: Tensor  # (bands, 6)
@@ -179,7 +182,7 @@ def _on_device(arrays: Iterable[ndarray], device: torch.device) -> Iterator[Tens
 def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
     """The arrays of `Visits`, in its order."""
     regions, m_blocks = [plane.region for plane in planes], -(-planes[0].region.seqlen_q // tile_m)
-    *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m)
+    *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m, down=True)
     visited = [np.bincount(by_keys[0][begin[0, 0] : begin[-1, 1], 0], minlength=m_blocks) for begin in spans]
     used = np.zeros((batch, heads), np.int32)
     for number, plane in enumerate(planes):
@@ -188,8 +191,8 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     return *by_keys, spans, np.stack(visited), seeing, used
 
 
-def _visits(regions: Sequence, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
-    """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns."""
+def _visits(regions: Sequence, tile_m: int, tile_n: int, down: bool = False) -> tuple[ndarray, ...]:
+    """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns, ascending or, where `_upwards` says so, down."""
     seqlen_q, seqlen_k = regions[0].seqlen_q, regions[0].seqlen_k
     everything = [0, seqlen_q, 0, seqlen_k, -FAR, FAR]
     bands, bitmaps = [np.array([everything, [0, 0, 0, 0, -FAR, FAR], everything])], [np.zeros((1, tile_m, tile_n // WORD), np.int32)]
@@ -199,6 +202,8 @@ def _visits(regions: Sequence, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
         bands.append(made.bands)
         bitmaps.append(made.bitmaps)
         block, tiles = _tiles(made.runs, seqlen_q // tile_m)
+        if down and not _upwards(block, tiles[:, 0]):
+            tiles = tiles[np.lexsort((-tiles[:, 0], block))]
         start = sum(map(len, visits)) + np.searchsorted(block, np.arange(-(-seqlen_q // tile_m) + 1))
         spans.append(np.stack([start[:-1], start[1:]], axis=1)[None])
         visits.append(tiles)
@@ -211,11 +216,39 @@ def _tiles(runs: ndarray, whole: int) -> tuple[ndarray, ndarray]:
     n_block, masked, first, _, ref = runs[run].T
     m_block = first + place
     ref = np.where((ref == -1 - EVERYTHING) & ((masked == 1) | (n_block >= whole)), -1 - EXISTING, ref)
-    by_query, turns = np.lexsort((n_block, m_block)), np.empty((2, len(run)), np.int64)
-    visited, here = m_block[by_query], np.arange(len(run))
-    turns[:, by_query] = here - np.searchsorted(visited, visited), np.searchsorted(visited, visited, side="right") - 1 - here
+    by_query, turn = np.lexsort((n_block, m_block)), np.empty(len(run), np.int64)
+    turn[by_query] = np.arange(len(run)) - np.searchsorted(m_block[by_query], m_block[by_query])
     order = np.lexsort((m_block, n_block))
-    return n_block[order], np.stack([m_block, ref, *turns], axis=1)[order]
+    return n_block[order], np.stack([m_block, ref, turn, np.zeros_like(turn)], axis=1)[order]
+
+
+def _upwards(n_block: ndarray, m_block: ndarray) -> bool:
+    """Whether blocks walk from their first tile up; rows as `_tiles` has them.
+
+    At every tile a block waits for those of smaller numbers. Down from the last tile hardly one waits where walks of later keys end later, as they do
+    under bands of any kind. But a prefix that many sequences share, or a sink, is seen by queries far behind those of the next blocks, which wait
+    until it comes down to them. Up, it is there sooner. Which way takes less time is found by going through the turns of about WALKS blocks, of which
+    RUNNING run at a time (lab/instruments/turns.py): a matter of the mask alone, so that a call on some of the heads has the bits of the whole one.
+    """
+    last = m_block[np.flatnonzero(np.diff(n_block, append=-1))]
+    if (np.diff(last) >= 0).all():
+        return False
+    every = -(-(int(n_block[-1]) + 1) // WALKS)
+    chosen = (n_block % every == 0) & (m_block % every == 0)
+    walks = np.split(m_block[chosen] // every, np.flatnonzero(np.diff(n_block[chosen])) + 1)
+    running = max(1, RUNNING // every)
+    return _time(walks, running) < _time([walk[::-1] for walk in walks], running)
+
+
+def _time(walks: list[ndarray], running: int) -> int:
+    """Until the last of these walks ends, one after another, `running` at a time; a visit takes 1, and waits for the one before it at its tile."""
+    ends = np.zeros(1 + max((int(walk.max(initial=0)) for walk in walks), default=0), np.int64)
+    free = [0] * running
+    for walk in walks:
+        begin, taken = heapq.heappop(free), np.arange(1, len(walk) + 1)
+        ends[walk] = taken + np.maximum.accumulate(np.maximum(begin, ends[walk] + 1 - taken))
+        heapq.heappush(free, int(ends[walk[-1]]) if len(walk) else begin)
+    return int(ends.max())
 
 
 def _seeing(region) -> ndarray:

@@ -129,17 +129,20 @@ OF_FEW_KEYS = {(256, 256): {"promote": False, "pieces": 1}}
 # Two blocks of a cluster share K and V, so each waits for the other at every tile. Under a causal mask their walks differ by a tile, which one of
 # them lets pass, and masked tiles of the one hold up whole ones of the other. Causal, pairs / single blocks: (128, 128) e4m3 894 / 918, given 922 /
 # 944, int8 873 / 873, with turns 857 / 889; (256, 256) int8 1,057 / 1,065, given 1,075 / 1,098; (64, 64) int8 497 / 474. Full: (128, 128) int8 925 /
-# 873, given 993 / 971, e4m3 974 / 986; (256, 256) int8 1,203 / 1,146, given 1,163 / 1,143.
+# 873, given 993 / 971, e4m3 974 / 986; (256, 256) int8 1,203 / 1,146, given 1,163 / 1,143. (64, 64) in e4m3 takes 5 % less time by single blocks, 8
+# causal (H200, 2026-11-29: lab/rows/variants-kept-paths-h200.jsonl).
 LONG = 2048
 USUAL_WHEN_LONG = {
-    (64, 64, "all"): {"cluster": 2},
-    (64, 64, "causal"): {"cluster": 2},
     (128, 128, "all"): {"cluster": 2, "hold": True},
     (128, 128, "causal"): {"hold": True},
     (256, 256, "all"): {"cluster": 2},
 }
 # int8 that is centred; what is given may have scales of tiles, with which turns would spill 8 bytes.
-QUANTISED_WHEN_LONG = USUAL_WHEN_LONG | {(128, 128, "causal"): {"hold": True, "pingpong": True}}
+QUANTISED_WHEN_LONG = USUAL_WHEN_LONG | {
+    (64, 64, "all"): {"cluster": 2},
+    (64, 64, "causal"): {"cluster": 2},
+    (128, 128, "causal"): {"hold": True, "pingpong": True},
+}
 
 # Likewise with `wide_values`. K and V have three quarters of the bytes of 16 bits, and the products take three quarters of the time. So turns, pairs
 # and tiles of queries are those of forward/config.py but for those that were measured: (128, 128) causal with turns 833 for 817; (256, 256) pairs and

@@ -22,8 +22,8 @@ class Visit(NamedTuple):
 
     tile: Int32
     ref: Int32
-    turn: Int32  # of descending heads
-    turn_of_ascending: Int32
+    turn: Int32
+    unused: Int32  # it is copied in 16 bytes
 
 
 class Walk(NamedTuple):
@@ -93,7 +93,6 @@ def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) 
     if const_expr(config.sees == "runs"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
-        # Always up: a direction more would take registers that the adding warps lack.
         return Walk(first, Int32(1), first, last, first, first)
     return walk
 
@@ -185,12 +184,15 @@ def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int
 
 @cute.jit
 def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: KeyTables) -> tuple[Boolean, Int32]:
-    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits are in the order of the tiles."""
+    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits go up or down the tiles."""
     low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
-    high = end
+    high, sign = end, Int32(1)
+    if low < end:  # noqa: SIM102
+        if tables.visits[low, 0] > tables.visits[end - 1, 0]:
+            sign = Int32(-1)
     while low < high:  # the first visit of this tile or of one behind it
         middle = (low + high) // 2
-        if tables.visits[middle, 0] < m_block:
+        if sign * tables.visits[middle, 0] < sign * m_block:
             low = middle + 1
         else:
             high = middle
