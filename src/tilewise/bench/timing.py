@@ -211,7 +211,7 @@ def _measure(device: torch.device, dtype: torch.dtype, threads: int) -> Ceiling:
     target = torch.empty_like(source)
     clock = "events" if device.type == "cuda" else "wall"
     if dtype == torch.float8_e4m3fn:
-        by_columns, one = b.t(), torch.ones((), device=device)  # what cuBLAS takes
+        by_columns, one = b.t(), torch.ones((), dtype=torch.float32, device=device)  # what cuBLAS takes
         matmul = partial(torch._scaled_mm, a, by_columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
         matmul = partial(torch.mm, a, b, out=torch.empty_like(a))

@@ -38,6 +38,9 @@ def _visit(
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
         keys, limit = n + columns, seqlen_k - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
+        if BIAS:  # ahead of the product: behind it Triton would take the maxima in the load's layout, and in the product's once more
+            exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
+            b_tile = tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0)
         k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         if EIGHT:
             parts: tl.constexpr = 2 if DIM_B else 1
@@ -53,8 +56,7 @@ def _visit(
         if MODIFIED:
             x, _ = modify(x, scale, softcap, SOFTCAP)
             if BIAS:
-                exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
-                x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
+                x += b_tile.to(tl.float32)
             if ALIBI:
                 x -= slope * distance(rows[:, None], keys[None, :], diagonal)
         if MASKED:
