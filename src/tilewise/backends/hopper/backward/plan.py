@@ -181,9 +181,7 @@ def _order(
     ascending, together = 0, _evenly(heads, longest)
     if config.sees == "causal" and not config.dq_apart:
         ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
-    elif (
-        config.sees == "runs" and not config.dq_apart
-    ):  # dQ of a part is added up in the order of the whole call, whatever rows and heads it has
+    elif config.sees == "runs" and not config.dq_apart:  # whatever rows and heads a part has: dQ is added up in the order of the whole call
         together = _evenly(heads, num_sms // OF_A_HEAD)
     elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
         together = min(heads, _descending(config, n_blocks, num_sms))
