@@ -146,9 +146,8 @@ def caption(measured: list[Row]) -> str:
 
 
 def share(row: Row | None) -> str:
-    if (
-        row is None or not row.ceiling_flops_per_s or (in_eight_bits(row.impl) and row.ceiling_dtype is None)
-    ):  # a product in bf16 says nothing of it
+    """Of a large matmul's rate in the same run; of one in bf16 a rung in 8 bits has none."""
+    if row is None or not row.ceiling_flops_per_s or (in_eight_bits(row.impl) and row.ceiling_dtype is None):
         return MISSING
     return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
 
