@@ -229,4 +229,4 @@ def test_one_graph_serves_trees_whose_nodes_are_a_tensor():
     assert len(graphs) == 1
     assert PrefixTree([-1], [3], window=1).unread().text([]) == "UnreadTree(#0,1)"
     with pytest.raises(ShapeError, match=r"nodes must be a tensor \(2, nodes\) of int64"):
-        masks.trees.UnreadTree(torch.zeros(3))
+        masks.trees.DeviceTree(torch.zeros(3))

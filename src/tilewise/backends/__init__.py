@@ -75,7 +75,7 @@ class Backend(Protocol):
 
     def reads(self, problem: Problem) -> bool:
         """Whether it reads values of tensors on a GPU on the host for a problem that it runs, so that no CUDA graph can hold the call. Of masks that
-        hold tensors it is asked about packed documents alone (`masks.Unread`).
+        hold tensors it is asked about packed documents alone (`masks.DeviceDocuments`).
         """
         return True
 

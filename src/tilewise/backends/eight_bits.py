@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.problem import Call
 
 E4M3, INT8 = EIGHT_BITS
@@ -103,7 +103,7 @@ def operands_of(call: Call) -> Quantised:
 
 def counted(call: Call) -> int:
     """How many keys there are to scale and centre: all, or as many as packed documents have together."""
-    mask = call.mask.read() if isinstance(call.mask, Unread) else call.mask
+    mask = call.mask.read() if isinstance(call.mask, DeviceDocuments) else call.mask
     return mask.cu_seqlens_k[-1] if isinstance(mask, Documents) else call.seqlen_k
 
 

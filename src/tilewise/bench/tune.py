@@ -189,7 +189,7 @@ class Search:
     @property
     def title(self) -> str:
         dims = self.shipped.head_dim, self.shipped.head_dim_v
-        return f"{dims} {self.shipped.sees!r}, {str(self.shipped.dtype).removeprefix('torch.')}"
+        return f"{dims} {self.shipped.mask_kind!r}, {str(self.shipped.dtype).removeprefix('torch.')}"
 
 
 def searches(workloads: Iterable[Workload]) -> list[Search]:
@@ -249,4 +249,4 @@ def literal(config: Config, rows: Iterable[Row]) -> str:
     environment = mine[0].environment if mine else {}
     where = f"{environment.get('device', '?')}, {environment.get('date', '?')[:10]}"
     dims = config.head_dim, config.head_dim_v
-    return f"{dims}: {{{config.sees!r}: any_length({given})}},  # {where}: TFLOP/s at {rates}"
+    return f"{dims}: {{{config.mask_kind!r}: any_length({given})}},  # {where}: TFLOP/s at {rates}"

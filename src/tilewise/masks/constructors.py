@@ -38,7 +38,7 @@ from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_exte
 from tilewise.masks.padding import Padding
 from tilewise.masks.part import Part
 from tilewise.masks.text import SHORT, evaluate
-from tilewise.masks.trees import PrefixTree, UnreadTree
+from tilewise.masks.trees import DeviceTree, PrefixTree
 
 LONG_BYTES = 32 << 20  # of masks with long texts
 A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
@@ -201,7 +201,7 @@ def check_inner(inner: Mask) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Unread(Mask):
+class DeviceDocuments(Mask):
     """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
 
     seqused_k: (documents,), how many keys of each document there are to see; the others are seen by nobody. None: all.
@@ -280,7 +280,7 @@ class Unread(Mask):
 
 
 def check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> None:
-    """`Unread.check`, of its tensors."""
+    """`DeviceDocuments.check`, of its tensors."""
     for axis, seqlen, tensor in (("q", seqlen_q, cu_seqlens_q), ("k", seqlen_k, cu_seqlens_k)):
         if axis == "k" and tensor is cu_seqlens_q and seqlen_q == seqlen_k:
             return
@@ -432,8 +432,8 @@ CONSTRUCTORS = {
         Part,
         PerHead,
         Transpose,
-        Unread,
-        UnreadTree,
+        DeviceDocuments,
+        DeviceTree,
     )
 }
 

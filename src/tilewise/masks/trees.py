@@ -97,9 +97,9 @@ class PrefixTree(Mask):
         inner = set(self.parents)
         return tuple(node for node in range(len(self.parents)) if node not in inner)
 
-    def unread(self) -> "UnreadTree":
+    def unread(self) -> "DeviceTree":
         """The same mask with its nodes in a tensor, for calls that torch.compile traces: other trees are then other values, not other graphs."""
-        return UnreadTree(torch.tensor([self.parents, self.lengths], dtype=torch.int64, device="cpu"), self.window)
+        return DeviceTree(torch.tensor([self.parents, self.lengths], dtype=torch.int64, device="cpu"), self.window)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """(tokens,) int64, each token's place in its rollouts: what rotary and learned positions are made of."""
@@ -195,7 +195,7 @@ class PrefixTree(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class UnreadTree(Mask):
+class DeviceTree(Mask):
     """`PrefixTree(*nodes, window)` of a tensor (2, nodes) int64 that is read when the mask is first needed, not where a call is traced."""
 
     nodes: Tensor

@@ -13,7 +13,7 @@ from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import nbytes
 from tilewise.backends.cpu.ways import choose_backward, choose_forward, whole_queries
 from tilewise.errors import check_memory
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.problem import Call, gradient_like
 
 # Of a mask's tables: a call with larger ones takes so long that to keep it saves nothing, and many such calls take much memory.
@@ -54,7 +54,7 @@ class Bound:
     @property
     def kept(self) -> bool:
         """Not where the call depends on what tensors hold, or its mask's tables are large."""
-        reads = self.like.diagonal is not None or isinstance(self.like.mask, Unread)
+        reads = self.like.diagonal is not None or isinstance(self.like.mask, DeviceDocuments)
         return not reads and nbytes(self.tables) <= KEPT_BYTES
 
     def forward(

@@ -15,7 +15,7 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.planes import planes_of, planes_of_sequences
 from tilewise.masks import Documents, Part
 from tilewise.masks.arguments import check_fits
-from tilewise.masks.constructors import Unread
+from tilewise.masks.constructors import DeviceDocuments
 from tilewise.problem import Call
 
 # Up to so many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
@@ -52,7 +52,7 @@ def whole_queries(call: Call) -> int:
 
 def documents_of(call: Call) -> Documents | None:
     """The call's mask where its documents are computed one by one; None for other calls. ShapeError where they do not fit."""
-    mask = call.mask.read() if isinstance(call.mask, Unread) else call.mask
+    mask = call.mask.read() if isinstance(call.mask, DeviceDocuments) else call.mask
     by_call = call.bias is not None or call.dropout is not None or (call.alibi_slopes is not None and call.diagonal is None)
     if not isinstance(mask, Documents) or call.batch != 1 or by_call:
         return None

@@ -23,7 +23,7 @@ from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
-from tilewise.masks import Documents, Mask, SlidingWindow, Unread
+from tilewise.masks import DeviceDocuments, Documents, Mask, SlidingWindow
 from tilewise.masks.mask import Plane
 from tilewise.problem import Call, Dropout, in_fp32
 
@@ -79,7 +79,7 @@ def kind_of(mask: Mask) -> str:
 
 
 def _finder(
-    mask: Documents | Unread, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
+    mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What finds the intervals of rows from cu_seqlens on the device."""
     low, high, low_left, high_left = documents.offsets(mask.inner)
@@ -175,7 +175,7 @@ class Bound:
     @property
     def kept(self) -> bool:
         """Not where the call depends on what tensors hold, or its mask's tables are large."""
-        reads = self.like.diagonal is not None or (isinstance(self.like.mask, Unread) and self.visible.find is None)
+        reads = self.like.diagonal is not None or (isinstance(self.like.mask, DeviceDocuments) and self.visible.find is None)
         return not reads and self.visible.nbytes <= KEPT_BYTES
 
     def kernels(self, purpose: str, mask: str = "") -> list[Kernel]:

@@ -12,7 +12,7 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.kernels import eight_bits as kernels
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.tape import scratch
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.problem import Call
 
 NUMBERS = 8192  # of a program's tile
@@ -31,7 +31,7 @@ class Quantiser:
         self.values = recipe.pv == E4M3
         self.width = 1 << (call.head_dim - 1).bit_length()
         self.v_width = configs.power(call.head_dim_v)
-        self.unread = isinstance(call.mask, Unread)
+        self.unread = isinstance(call.mask, DeviceDocuments)
         self.tokens = 0 if self.unread else counted(call)
         self.numbers = {"scale": call.scale, "factor": call.scale / self.width}
 
