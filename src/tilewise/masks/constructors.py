@@ -273,7 +273,7 @@ class DeviceDocuments(Mask):
             tensors.append(self.seqused_k)
             used = f",#{len(tensors) - 1}"
         first = len(tensors) - 2 - bool(used)
-        return f"Unread(#{first},#{first + 1},{self.inner.source}{used})"
+        return f"DeviceDocuments(#{first},#{first + 1},{self.inner.source}{used})"
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         return self.read()._place(blocks, seqlen_q, seqlen_k)

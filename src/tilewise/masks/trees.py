@@ -203,7 +203,7 @@ class DeviceTree(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, Tensor) or self.nodes.dtype != torch.int64 or self.nodes.dim() != 2 or self.nodes.shape[0] != 2:
-            raise ShapeError(f"UnreadTree: nodes must be a tensor (2, nodes) of int64: parents and lengths, got {self.nodes!r:.100}")
+            raise ShapeError(f"DeviceTree: nodes must be a tensor (2, nodes) of int64: parents and lengths, got {self.nodes!r:.100}")
         self._set("runs", None)
 
     def read(self) -> PrefixTree:
@@ -211,7 +211,7 @@ class DeviceTree(Mask):
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors.append(self.nodes)
-        return f"UnreadTree(#{len(tensors) - 1}{'' if self.window is None else f',{self.window}'})"
+        return f"DeviceTree(#{len(tensors) - 1}{'' if self.window is None else f',{self.window}'})"
 
     def _key(self):
         return self.read()._key()
