@@ -33,7 +33,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     mask: str = "band"  # of decode and append how many queries a sequence has, and other features (triton_decoding.py)
-    # Or "scores", with all that changes them, a bias but not; "bias"; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
+    # Or "scores", with all that changes them, a bias but not; "bias", or "odd" where its rows have no 16 keys; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
     # several with +.
     feature: str = "plain"
     aligned: bool = True
@@ -54,6 +54,7 @@ class Case(NamedTuple):
         features = {
             "scores": {"softcap": 30.0, "alibi_slopes": torch.empty(1, 2, device="cpu"), "sink": torch.empty(2, device="cpu")},
             "bias": {"bias": torch.empty(1, 2, 16, 16, dtype=self.dtype, device="cpu")},
+            "odd": {"bias": torch.empty(1, 2, 16, 17, dtype=self.dtype, device="cpu")[..., :16]},
             "dropout": {"dropout": Dropout(0.1, seed=1, offset=0)},
             "part": {"dropout": Dropout(0.1, seed=1, offset=0, part=Part(Full(), 16, ((0, 16),)))},
             "largest": {"row_max": True},
@@ -79,13 +80,13 @@ class Case(NamedTuple):
             return call.quantiser.kernel(self.kernel, self.aligned)
         sink = {"SINK": "scores" in self.feature}
         function, purpose, more = {
-            "forward": (forward.forward, "forward", sink | call.wanted),
-            "dkdv": (backward.dkdv, "dkdv", {}),
-            "dq": (backward.dq, "dq", {}),
+            "forward": (forward.forward, "forward", sink | call.wanted | call.biased),
+            "dkdv": (backward.dkdv, "dkdv", call.biased),
+            "dq": (backward.dq, "dq", call.biased),
             "prepare": (backward.prepare, "", {"D_LSE": True, "SINK": True, **call.widths}),
             "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": call.quantiser is None, **sink, **call.widths}),
             "repair_columns": (repair.repair_columns, "dkdv", call.widths),
-            "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True}),
+            "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True} | call.biased),
         }[self.kernel]
         config = self.chosen or (call.config_of(purpose, self.mask) if purpose else bounds.SMALL)
         return call.kernel(function, config, "" if self.kernel == "prepare" else self.mask, self.aligned, more)
@@ -105,6 +106,7 @@ def cases() -> Iterator[Case]:
             yield Case(arch, name, torch.float16, 96, "varlen")
             yield Case(arch, name, head_dim=40, aligned=False)
             yield Case(arch, name, feature="part")
+            yield Case(arch, name, feature="odd")
     for arch in FAMILIES:
         yield from (Case(arch, "forward", head_dim=dim, feature="int8") for dim in CLASSES if arch != "gfx950" or dim < 192)
         yield from (Case(arch, "forward", feature=feature) for feature in ("int8_qk", "fp8"))

@@ -163,6 +163,7 @@ class Bound:
             self.dims, self.strided = (self.quantiser.width, call.head_dim_v), True
             self.flags, dtypes = self.flags | self.quantiser.flags, dtypes | self.quantiser.dtypes
         self.dtypes = tuple(dtypes.items())
+        self.biased = self.of_bias(call.bias)  # as long as others begin at such addresses, too
         self.scores = {
             "scale": call.scale if self.quantiser is None else 1.0,
             "softcap": in_fp32(call.softcap),
@@ -192,9 +193,9 @@ class Bound:
         config, sink = self.config_of(purpose, mask), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
         mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
         both = {
-            "forward": ((forward.forward, sink | self.wanted), (repair.repair_rows, mends)),
-            "dkdv": ((backward.dkdv, {}), (repair.repair_columns, self.widths)),
-            "dq": ((backward.dq, {}), (repair.repair_rows, mends)),
+            "forward": ((forward.forward, sink | self.wanted | self.biased), (repair.repair_rows, mends)),
+            "dkdv": ((backward.dkdv, self.biased), (repair.repair_columns, self.widths)),
+            "dq": ((backward.dq, self.biased), (repair.repair_rows, mends)),
         }[purpose]
         return [self.kernel(function, config, mask or self.visible.kind, True, more) for function, more in both]
 
@@ -252,7 +253,8 @@ class Bound:
             operands, more = self.quantiser(q, k, v, packed, self.small)
         found = self.arguments(operands | {"o": o}, bias, slopes, rng)
         arguments = {**found, **written, **sizes, "sink": sink, **more, **self.visible.of(*packed[:2])}
-        self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **self.wanted)(
+        more = self.wanted | self.of_bias(bias)
+        self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **more)(
             tiles * self.batch * self.heads, arguments
         )
         self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
@@ -329,6 +331,13 @@ class Bound:
             found["slopes"] = slopes = slopes.contiguous()
             found["slopes_batch"] = 0 if slopes.shape[0] == 1 else self.heads
         return found | self.drawn | self.random(rng)
+
+    def of_bias(self, bias: Tensor | None) -> dict[str, int]:
+        """A constant of kernels that read a bias, where 16 keys of it lie together and begin at a multiple of 16 bytes: one load takes several."""
+        if bias is None or bias.shape[3] % 16 or bias.stride(3) != 1 or bias.data_ptr() % ALIGNED:
+            return {}
+        steps = (step for size, step in zip(bias.shape[:3], bias.stride(), strict=False) if size > 1)
+        return {} if any(step % 16 for step in steps) else {"bias_column": 1}
 
     def random(self, rng: Tensor | None) -> dict[str, object]:
         """Dropout as the kernels take it."""

@@ -66,13 +66,13 @@ class Gradients:
             operands = inputs | {name: given[name] for name in ("d_k", "d_v")}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
             programs = n_tiles * (pairs // call.group)
-            bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands)(programs, arguments)
+            bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands, **bound.of_bias(bias))(programs, arguments)
             bound.run(repair.repair_columns, self.dkdv, self.keys.kind, operands, **bound.widths)(programs, arguments)
         m_tiles = -(-call.seqlen_q // self.dq.tile_m)
         if pairs * m_tiles:
             operands = inputs | {"d_q": given["d_q"]}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
-            bound.run(backward.dq, self.dq, self.queries.kind, operands)(m_tiles * pairs, arguments)
+            bound.run(backward.dq, self.dq, self.queries.kind, operands, **bound.of_bias(bias))(m_tiles * pairs, arguments)
             bound.repair_rows(self.dq, self.queries, inputs | {"x": given["d_q"]}, arguments, m_tiles)
         if given["d_bias"] is not None:
             self._of_bias(inputs, given["d_bias"], sizes, extras)
@@ -87,6 +87,7 @@ class Gradients:
         if programs:
             more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])
+            each |= bound.of_bias(bias)
             bound.run(bias_kernels.dbias, self.dq, self.queries.kind, operands, **each)(programs, arguments)
 
 

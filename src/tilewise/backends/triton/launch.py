@@ -46,6 +46,8 @@ POINTERS["tree"] = "*i8"
 NUMBERS = {"bias_row": "i64", "seed": "i64", "offset": "u32", "threshold": "u32"} | dict.fromkeys(
     ("scale", "factor", "softcap", "keep_scale"), "fp32"
 )
+# Multiples of 16 where `bias_column` is a constant, 1; so is the address in bytes. Of seqlen_k it says that 16 keys exist together.
+WITH_WIDE_BIAS = "bias", "bias_batch", "bias_head", "bias_row", "seqlen_k"
 WIDE = "_batch", "_head", "_page", "_part"  # ends of the names of strides in 64 bits; all other numbers have 32
 
 
@@ -70,7 +72,7 @@ class Kernel:
     def signature(self) -> tuple[dict[str, str], dict]:
         """The type of every parameter, and which of them are multiples of 16."""
         dtypes, constants = dict(self.dtypes), dict(self.constants)
-        types, attributes = {}, {}
+        types, attributes, wide_bias = {}, {}, "bias_column" in constants
         for place, name in enumerate(self.function.arg_names):
             if name in constants:
                 types[name] = "constexpr"
@@ -79,7 +81,7 @@ class Kernel:
             else:
                 types[name] = NUMBERS.get(name, "i64" if name.endswith(WIDE) else "i32")
             stride = any(name.startswith(f"{each}_") for each in OPERANDS) and types[name] in ("i32", "i64")
-            if self.aligned and (name in OPERANDS or stride):
+            if (self.aligned and (name in OPERANDS or stride)) or (wide_bias and name in WITH_WIDE_BIAS):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         return types, attributes
 

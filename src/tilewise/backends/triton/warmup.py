@@ -77,7 +77,7 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
     if cell.grad and "bias" in cell.extras:
         for each in BIASES:
             by: dict[str, object] = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
-            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by))
+            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by | bound.biased))
     return found
 
 
