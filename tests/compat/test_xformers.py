@@ -135,6 +135,14 @@ def test_a_causal_mask_with_a_bias():
     check(got, formula(q, k, v, bias.masked_fill(~triangle(12, 20), -torch.inf)), [q, k, v, bias])
 
 
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_a_causal_bias_of_torch_is_a_mask(bottom_right):
+    q, k, v = leaves = qkv()
+    made_by = torch.nn.attention.bias.causal_lower_right if bottom_right else torch.nn.attention.bias.causal_upper_left
+    got = memory_efficient_attention(q, k, v, made_by(12, 20))
+    check(got, formula(q, k, v, torch.zeros(()).where(triangle(12, 20, bottom_right=bottom_right), -torch.inf)), leaves)
+
+
 @pytest.mark.parametrize("shape", [(2, 2, 12, 20), (2, 1, 1, 20), (1, 2, 12, 20)])
 def test_tensors_are_added(shape):
     q, k, v = qkv(batch=2)

@@ -33,8 +33,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     mask: str = "band"  # of decode and append how many queries a sequence has, and other features (triton_decoding.py)
-    # Or "scores", with all that changes them, a bias but not; "bias", or "odd" where its rows have no 16 keys; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such;
-    # several with +.
+    # Or "scores", with all that changes them, a bias but not; "bias", or "odd" where its rows are no multiples of 16; "dropout", "part" of that;
+    # "largest" scores; a recipe in 8 bits; "given" such; several with +.
     feature: str = "plain"
     aligned: bool = True
     chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)

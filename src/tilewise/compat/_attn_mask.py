@@ -1,15 +1,20 @@
 """torch's attn_mask, as its attention function and those that call it take it."""
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 from torch import Tensor
 
 from tilewise.errors import ShapeError
 from tilewise.masks import Causal, Dense, Mask
 
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
 TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
 
 
-def is_causal_bias(x: object) -> bool:
+def is_causal_bias(x: object) -> "TypeGuard[CausalBias]":
     """Whether x is a CausalBias of torch.nn.attention.bias, whose import takes a second."""
     return type(x).__name__ == "CausalBias"
 

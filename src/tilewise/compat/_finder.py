@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.abc import Loader
 from pathlib import Path
 from types import ModuleType
 
@@ -111,7 +112,7 @@ class Distribution(metadata.Distribution):
 
 
 @dataclass(eq=False, repr=False)
-class _Finder:
+class _Finder(Loader):
     """The entry in sys.meta_path; `searched` are directories of a namespace package that lies below our `flash_attn`."""
 
     installed: dict[str, Peer] = field(default_factory=dict)
@@ -207,8 +208,9 @@ def _of(finder, distribution: str) -> Iterator[metadata.Distribution]:
     return finder.find_distributions(metadata.DistributionFinder.Context(name=distribution))
 
 
-def _is_namespace(spec: importlib.machinery.ModuleSpec) -> bool:
-    return spec.origin is None and spec.submodule_search_locations is not None
+def _namespace(spec: importlib.machinery.ModuleSpec) -> list[str] | None:
+    """The directories of a namespace package; None for all else."""
+    return spec.submodule_search_locations if spec.origin is None else None
 
 
 def _is_module(value) -> bool:
@@ -226,17 +228,17 @@ def install(name: str) -> None:
         return
     for package in (peer.package, *(each for each in peer.top_levels if each != peer.top_level)):
         found = real_spec(package)
-        if found is not None and not _is_namespace(found):
+        if found is not None and _namespace(found) is None:
             where = found.origin or "sys.modules"
             raise UnsupportedError(
                 f"compat.install({name!r}): a real {package} is there ({where}), which is not replaced; uninstall {peer.distribution}, "
                 f"or import the functions by name: from tilewise.compat import {name}"
             )
     over = real_spec(peer.top_level)
-    namespace = over is not None and _is_namespace(over)
+    directories = None if over is None else _namespace(over)
     FINDER.forget()  # what is shared with another peer is made anew, with the names of both
-    if namespace:
-        FINDER.searched[peer.top_level] = list(over.submodule_search_locations)
+    if directories is not None:
+        FINDER.searched[peer.top_level] = list(directories)
         if peer.top_level in sys.modules:
             FINDER.displaced[peer.top_level] = sys.modules.pop(peer.top_level)
     FINDER.installed[name] = peer

@@ -1,7 +1,7 @@
 """Key/value caches as the peers' functions describe them, in the words of `decode` and `append`: rows, pages, padding, rotary positions."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,26 @@ from tilewise.runtime import cache_values as values
 from tilewise.runtime.cache_values import sequence_of
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class Places(TypedDict, total=False):
+    """Where the tokens of a cache lie, in the words of `decode` and `append`."""
+
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cache_batch_idx: Tensor | None
+    cp_rank: int
+    cp_world: int
+    cp_interleave: int
+
+
+class Turn(TypedDict, total=False):
+    """How new keys are rotated, in the words of `append`."""
+
+    rotary_cos: Tensor
+    rotary_sin: Tensor
+    rotary_first: Tensor | None
+    interleaved: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +66,10 @@ class Cache:
         cache_seqlens: int | Tensor | None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
-        **places: Tensor | None,
+        *,
+        page_table: Tensor | None = None,
+        batch_idx: Tensor | None = None,
+        leftpad: Tensor | None = None,
     ) -> "Cache":
         """The cache, its tensors checked; cache_seqlens None is its whole capacity, an int the same for all.
 
@@ -55,25 +78,32 @@ class Cache:
         for name, x in (("k_cache", k), ("v_cache", v)):
             check_tensor(name, x, ("pages or batch", "page_size or capacity", "heads_k", "head_dim"), (*DTYPES, *EIGHT_BITS))
         check_size("v_cache", "shape before head_dim", v.shape[:3], k.shape[:3], "k_cache")
-        table, rows = places.get("page_table"), places.get("batch_idx")
-        for name, x in places.items():
+        for name, x in (("page_table", page_table), ("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
             if x is not None:
-                label = name if name == "page_table" else f"cache_{name}"
-                check_tensor(label, x, ("batch", "max_pages") if name == "page_table" else ("batch",), INDEX_DTYPES)
-                if name != "page_table" or rows is None:
-                    check_size(label, "batch", x.shape[0], batch, "q")
-        if table is None and rows is None:
+                check_tensor(name, x, ("batch", "max_pages") if name == "page_table" else ("batch",), INDEX_DTYPES)
+                if name != "page_table" or batch_idx is None:
+                    check_size(name, "batch", x.shape[0], batch, "q")
+        if page_table is None and batch_idx is None:
             check_size("k_cache", "batch", k.shape[0], batch, "q")
-        if table is not None and rows is not None:
-            if not is_compiling() and values.wanted(rows.device, False):
-                values.check_rows(rows, table.shape[0])
-            places |= {"page_table": table[rows.long()], "batch_idx": None}
-        capacity = values.capacity_of(k, table)
+        if page_table is not None and batch_idx is not None:
+            if not is_compiling() and values.wanted(batch_idx.device, False):
+                values.check_rows(batch_idx, page_table.shape[0])
+            page_table, batch_idx = page_table[batch_idx.long()], None
+        capacity = values.capacity_of(k, page_table)
         if cache_seqlens is None or isinstance(cache_seqlens, int):
             cache_seqlens = torch.full((batch,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=k.device)
         check_tensor("cache_seqlens", cache_seqlens, ("batch",), INDEX_DTYPES)
         check_size("cache_seqlens", "batch", cache_seqlens.shape[0], batch, "q")
-        return cls(k=k, v=v, lengths=cache_seqlens, k_scale=k_scale, v_scale=v_scale, **places)
+        return cls(
+            k=k,
+            v=v,
+            lengths=cache_seqlens,
+            page_table=page_table,
+            batch_idx=batch_idx,
+            leftpad=leftpad,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
 
     def of_rank(self, rank: int, world: int, tokens: Tensor | None) -> "Cache":
         """Of a rank that holds every world-th token from its own on. `tokens` (batch,) are those of the whole sequences, `lengths` those here."""
@@ -92,10 +122,11 @@ class Cache:
             )
         return replace(self, lengths=tokens, share=share)
 
-    def places(self) -> dict[str, Any]:
-        """Where the tokens lie, in the words of `decode` and `append`."""
-        found = {"cache_seqlens": self.lengths, "page_table": self.page_table, "cache_batch_idx": self.batch_idx}
-        return found if self.share is None else found | {f"cp_{name}": n for name, n in self.share._asdict().items()}
+    def places(self) -> Places:
+        found: Places = {"cache_seqlens": self.lengths, "page_table": self.page_table, "cache_batch_idx": self.batch_idx}
+        if self.share is not None:
+            found["cp_rank"], found["cp_world"], found["cp_interleave"] = self.share
+        return found
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copies of the tokens that are there, k and v (total, heads_k, head_dim), and their cu_seqlens. Reads lengths, pages and rows."""
@@ -103,7 +134,7 @@ class Cache:
             lengths = self.lengths.tolist()
             values.check_lengths(lengths, self.k, self.page_table)
             if self.page_table is not None:
-                values.check_pages(self.page_table, lengths, *self.k.shape[:2])
+                values.check_pages(self.page_table, lengths, self.k.shape[0], self.k.shape[1])
             if self.batch_idx is not None:
                 values.check_rows(self.batch_idx, self.k.shape[0])
             if self.leftpad is not None:
@@ -146,8 +177,7 @@ class Rotary:
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         return rotated(x, self.cos, self.sin, positions, interleaved=self.interleaved)
 
-    def of_keys(self) -> dict[str, Tensor | bool | None]:
-        """The tables in the words of `append`."""
+    def of_keys(self) -> Turn:
         return {"rotary_cos": self.cos, "rotary_sin": self.sin, "rotary_first": self.first, "interleaved": self.interleaved}
 
 
@@ -170,10 +200,13 @@ def attend(
     """
     axes = ("batch", "seqlen_q", "heads_q", "head_dim") if cu_seqlens_q is None else ("total_q", "heads_q", "head_dim")
     check_tensor("q", q, axes)
-    looked_at = cu_seqlens_q is not None and values.wanted(q.device, False)
-    if looked_at and (first := translate.first_tokens(cu_seqlens_q)[0]) and int(cu_seqlens_q[-1]) <= q.shape[0]:
-        more = {"rotary": rotary, "qv": qv if qv is None else qv[first:], "cu_seqlens_q": cu_seqlens_q - first}
-        return translate.with_front(*attend(q[first:], cache, k, v, given, **more, cu_seqlens_k_new=cu_seqlens_k_new), first)
+    if cu_seqlens_q is not None and values.wanted(q.device, False):
+        first = translate.first_tokens(cu_seqlens_q)[0]
+        if first and int(cu_seqlens_q[-1]) <= q.shape[0]:
+            q, qv, ends = q[first:], qv if qv is None else qv[first:], cu_seqlens_q - first
+            ends_new = cu_seqlens_k_new
+            o, lse = attend(q, cache, k, v, given, rotary=rotary, qv=qv, cu_seqlens_q=ends, cu_seqlens_k_new=ends_new)
+            return translate.with_front(o, lse, first)
     check_like("k_cache", cache.k, q, same_dtype=cache.k.dtype not in EIGHT_BITS)
     if (k is None) != (v is None):
         raise ShapeError(f"{'v' if v is None else 'k'} is missing: k and v are appended together, or neither")
@@ -208,15 +241,25 @@ def attend(
         owner, place = _tokens(q, cu_seqlens_q)
         q = rotary.turn(q, first[owner] + (place if given.local else 0))
     if k is not None and v is not None:
-        turn = {} if rotary is None else rotary.of_keys()
+        turn: Turn = {} if rotary is None else rotary.of_keys()
         decoding.append(cache.k, cache.v, k, v, **cache.places(), cu_seqlens=cu_seqlens_k_new, **turn)
         cache = replace(cache, lengths=cache.lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()))
     if qv is not None or from_padding:
         return _attend_packed(q, cache, given, qv, cu_seqlens_q)
     given = translate.with_scale(given, q)
     one, two, three = map(translate.padded, (q, cache.k, cache.v))
-    words = cache.places() | given.keywords() | {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    o, lse = decoding.decode(one, two, three, **words, leftpad=cache.leftpad, cu_seqlens_q=cu_seqlens_q, return_lse=True)
+    o, lse = decoding.decode(
+        one,
+        two,
+        three,
+        **cache.places(),
+        **given.keywords(),
+        k_scale=cache.k_scale,
+        v_scale=cache.v_scale,
+        leftpad=cache.leftpad,
+        cu_seqlens_q=cu_seqlens_q,
+        return_lse=True,
+    )
     return o[..., : cache.v.shape[-1]], lse
 
 
@@ -237,7 +280,6 @@ def _attend_packed(
     of_k = translate.Packed(cu_seqlens_k)
     if cu_seqlens_q is not None:
         return translate.attend_packed(q, k, v, translate.Packed(cu_seqlens_q), of_k, given, qv=qv)
-    flat, shape = (x if x is None else x.flatten(0, 1) for x in (q, qv)), q.shape[:2]
-    flat_q, flat_qv = flat
-    o, lse = translate.attend_packed(flat_q, k, v, translate.Packed.of_batch(q), of_k, given, qv=flat_qv)
+    shape, flat_qv = q.shape[:2], qv if qv is None else qv.flatten(0, 1)
+    o, lse = translate.attend_packed(q.flatten(0, 1), k, v, translate.Packed.of_batch(q), of_k, given, qv=flat_qv)
     return o.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)

@@ -5,12 +5,15 @@ torch's own functions offer each call to the modes and subclasses of `__torch_fu
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import CellType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_compiling
+from torch.jit._builtins import _register_builtin
 
-Function = TypeVar("Function", bound=Callable)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 _has = torch.overrides.has_torch_function_variadic
 
 
@@ -25,16 +28,19 @@ def _overridden(*args) -> bool:
     return torch._C._is_torch_function_enabled() and _has(*args)
 
 
-def overridable(theirs: Callable, but: Callable[[Any], bool]) -> Callable[[Function], Function]:
+def overridable(
+    theirs: Callable,
+    but: Callable[[Any], bool],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """The decorated function can be overridden as `theirs`, for which it stands in, by all arguments `but` those it knows better.
 
     Who overrides is offered the decorated function, which torch's name stands for by then. Those that took `theirs` along when torch's name still
     stood for it, and torch's own ragged tensors, are offered that.
     """
 
-    def decorate(function):
+    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(function)
-        def call(*args, **options):
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
             if _overridden(*args, *options.values()):
                 relevant = [x for x in (*args, *options.values()) if not but(x)]
                 if _overridden(*relevant):
@@ -69,12 +75,12 @@ def _holds(handler: Any, function: Callable) -> bool:
     )
 
 
-_EMPTY = type((lambda x: lambda: x)(0).__closure__[0])()  # a cell that holds nothing yet
+_EMPTY = CellType()  # a cell that holds nothing yet
 
 
 def scripted_as(ours: Callable, operator: str) -> None:
     """Let torch.jit.script take `ours` for torch's operator, "aten::...", as it takes the function that `ours` stands in for."""
-    torch.jit._builtins._register_builtin(ours, operator)
+    _register_builtin(ours, operator)
 
 
 def renew_tables() -> None:

@@ -31,6 +31,13 @@ def paying(precision: str | None, q: Tensor, k: Tensor, v: Tensor, bias: Tensor 
 @lru_cache(256)
 def _kernel(device: str, dtype: str, head_dim: int, head_dim_v: int, group: int, precision: str) -> bool:
     """Whether a kernel multiplies so that gains by it."""
-    sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "group": group}
-    problem = Problem(device=device, dtype=getattr(torch, dtype), **sizes, mask="full", precision=precision)
+    problem = Problem(
+        device=device,
+        dtype=getattr(torch, dtype),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        group=group,
+        mask="full",
+        precision=precision,
+    )
     return dispatch.choose(problem).name == PAYS

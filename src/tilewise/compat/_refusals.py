@@ -65,7 +65,8 @@ def _guarded(function: Function, told: Callable[[Exception], str]) -> Function:
     text = GUARD.format(name=function.__name__, parameters=parameters, arguments=arguments)
     made: dict[str, Any] = {}
     exec(compile(text, f"<{__name__} of {function.__name__}>", "exec"), globals(), made)
-    call = functools.wraps(function)(made["guard"](function, told))
+    call = made["guard"](function, told)
+    functools.update_wrapper(call, function)
     given = {each.name: each.default for each in taken if each.default is not each.empty}
     by_keyword = {each.name for each in taken if each.kind is each.KEYWORD_ONLY}
     call.__defaults__ = tuple(x for name, x in given.items() if name not in by_keyword) or None

@@ -1,7 +1,7 @@
 """The peers' arguments in tilewise's words: windows, scales, empty rows' LSE, head dims of caches, lengths within packed sequences."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,17 @@ from tilewise.varlen import attention_varlen
 FULL_WINDOW = (-1, -1)
 SCALES = {"q_scale", "k_scale", "v_scale"}  # which the peers have by sequence
 HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit numbers
+
+
+class Keywords(TypedDict):
+    """`Options`, in the names of `api.attention`."""
+
+    causal: bool
+    mask: Mask | None
+    scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
 
 
 class Options(NamedTuple):
@@ -33,7 +44,7 @@ class Options(NamedTuple):
         """Whether a query's position matters."""
         return self.causal or self.mask is not None
 
-    def keywords(self) -> dict[str, Any]:
+    def keywords(self) -> Keywords:
         causal, mask, scale, softcap, alibi_slopes, sink = self
         return {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
 
@@ -134,13 +145,22 @@ def check_second_part(q: Tensor, v: Tensor, qv: Tensor, values: str = "v") -> No
     check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], values)
 
 
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, with_lse: Literal[True] = True, **more
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, with_lse: bool, **more
+) -> tuple[Tensor, Tensor | None]: ...
 def attend(
     q: Tensor, k: Tensor, v: Tensor, given: Options, *, qv: Tensor | None = None, with_lse: bool = True, **more
 ) -> tuple[Tensor, Tensor | None]:
     """`api.attention` of (batch, seqlen, heads, head_dim) and its LSE, with -inf for empty rows; None where it is not wanted."""
     q, k, given = _with_second_part(q, k, v, qv, given, ("batch", "seqlen"))
-    found = api.attention(q, k, v, **given.keywords(), **more, return_lse=with_lse)
-    return found if with_lse else (found, None)
+    if with_lse:
+        return api.attention(q, k, v, **given.keywords(), **more, return_lse=True)
+    return api.attention(q, k, v, **given.keywords(), **more), None
 
 
 class Packed(NamedTuple):
@@ -170,6 +190,32 @@ class Packed(NamedTuple):
             raise ShapeError(f"{name} must be between 0 and the length of each sequence, {lengths}, got {self.used.tolist()}")
 
 
+@overload
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_q: Packed,
+    of_k: Packed,
+    given: Options,
+    *,
+    qv: Tensor | None = None,
+    with_lse: Literal[True] = True,
+    **more,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_q: Packed,
+    of_k: Packed,
+    given: Options,
+    *,
+    qv: Tensor | None = None,
+    with_lse: bool,
+    **more,
+) -> tuple[Tensor, Tensor | None]: ...
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, of_q: Packed, of_k: Packed, given: Options, *, qv: Tensor | None = None, **more
 ) -> tuple[Tensor, Tensor | None]:
@@ -198,6 +244,10 @@ def first_tokens(*cu_seqlens: Tensor) -> list[int]:
     return [max(int(x[0]), 0) if x.dim() == 1 and x.shape[0] and x.dtype in api.INDEX_DTYPES else 0 for x in cu_seqlens]
 
 
+@overload
+def with_front(o: Tensor, lse: Tensor, rows: int) -> tuple[Tensor, Tensor]: ...
+@overload
+def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]: ...
 def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
     """O (total, heads, head_dim) and LSE (heads, total) with so many rows before them that see no key."""
     pad = torch.nn.functional.pad
@@ -216,8 +266,9 @@ def _attend_packed(
         if isinstance(slopes, Tensor) and slopes.dim() == 2:
             options["alibi_slopes"] = slopes.repeat_interleave(3, 0)
         more |= {name: more[name].repeat_interleave(3, 0) for name in SCALES & more.keys()}
-    found = attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=with_lse)
-    return found if with_lse else (found, None)
+    if with_lse:
+        return attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more, return_lse=True)
+    return attention_varlen(q, k, v, cu_q, cu_k, seqused_k=seqused_k, **options, **more), None
 
 
 def in_use(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -232,14 +283,15 @@ def in_use(of_q: Packed, of_k: Packed) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def flattened(
-    tensors: tuple[Tensor | None, ...], cu_seqlens: Tensor | None, used: Tensor | None
-) -> tuple[tuple[Tensor | None, ...], Packed, torch.Size | None]:
+    tensors: tuple[Tensor, ...], cu_seqlens: Tensor | None, used: Tensor | None
+) -> tuple[tuple[Tensor, ...], Packed, torch.Size | None]:
     """Packed tensors, as they are with cu_seqlens, else of batches (batch, seqlen, ...); their lengths; and (batch, seqlen), None of the former."""
     if cu_seqlens is not None:
         return tensors, Packed(cu_seqlens, used), None
-    first = next(x for x in tensors if x is not None)
-    check_tensor("q and k without cu_seqlens", first, ("batch", "seqlen", "heads", "head_dim"), (*DTYPES, *EIGHT_BITS))
-    return tuple(x if x is None else x.flatten(0, 1) for x in tensors), Packed.of_batch(first, used), first.shape[:2]
+    axes = "batch", "seqlen", "heads", "head_dim"
+    for x in tensors:
+        check_tensor("q, k and v without cu_seqlens", x, axes, (*DTYPES, *EIGHT_BITS))
+    return tuple(x.flatten(0, 1) for x in tensors), Packed.of_batch(tensors[0], used), tensors[0].shape[:2]
 
 
 def into(out: Tensor, given: Tensor | None, name: str) -> Tensor:

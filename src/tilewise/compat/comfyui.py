@@ -44,16 +44,16 @@ def override(precision: str | None) -> Callable[..., Tensor]:
         mask: bool (True: visible) or numbers to add, (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or with heads. What tilewise cannot compute
         goes to ComfyUI's function, which is said once.
         """
-        given = tuple(x.transpose(1, 2) for x in (q, k, v)) if skip_reshape else tuple(x.unflatten(-1, (heads, -1)) for x in (q, k, v))
-        sizes = given[0].shape[0], given[0].shape[2], given[0].shape[1], given[1].shape[1]
+        query, key, value = (x.transpose(1, 2) if skip_reshape else x.unflatten(-1, (heads, -1)) for x in (q, k, v))
+        sizes = query.shape[0], query.shape[2], query.shape[1], key.shape[1]
         try:
             if unknown := kwargs.keys() - CHANGING_NOTHING:
                 raise UnsupportedError(f"{LAYER}: {', '.join(sorted(unknown))} is not known")
-            visible, bias = (
-                (None, None) if mask is None else mask_and_bias(mask[:, None] if mask.dim() == 3 else mask, given[0], sizes, LAYER)
-            )
+            visible, bias = None, None
+            if mask is not None:
+                visible, bias = mask_and_bias(mask[:, None] if mask.dim() == 3 else mask, query, sizes, LAYER)
             wanted = precision if kwargs.get("low_precision_attention", True) else None
-            o = attention(*given, mask=visible, bias=bias, precision=paying(wanted, *given, bias))
+            o = attention(query, key, value, mask=visible, bias=bias, precision=paying(wanted, query, key, value, bias))
         except UnsupportedError as error:
             once.warn(f"{error}; ComfyUI's own attention computes such calls")
             options = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape, **kwargs}

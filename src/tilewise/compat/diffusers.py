@@ -64,7 +64,7 @@ def backend(
     elif is_causal:
         mask = BOTTOM_RIGHT if query.shape[1] == key.shape[1] else TOP_LEFT
     result = attention(query, key, value, mask=mask, bias=bias, scale=scale, dropout_p=dropout_p, return_lse=return_lse)
-    return (result[0], result[1].transpose(1, 2)) if return_lse else result
+    return (result[0], result[1].transpose(1, 2)) if isinstance(result, tuple) else result
 
 
 class Handle:
@@ -80,8 +80,7 @@ class Handle:
             )
         self._names, self._registry, self._on, self._before = names, registry, True, registry._active_backend
         member = str.__new__(names, NAME)
-        member._name_, member._value_ = NAME.upper(), NAME
-        member._sort_order_ = len(names._member_names_)
+        vars(member).update(_name_=NAME.upper(), _value_=NAME, _sort_order_=len(names._member_names_))
         names._member_names_.append(member._name_)
         names._member_map_[member._name_] = names._value2member_map_[NAME] = member
         self.member = member

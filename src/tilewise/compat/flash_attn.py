@@ -89,7 +89,8 @@ def flash_attn_kvpacked_func(
     """`flash_attn_func` with kv (batch, seqlen_k, 2, heads_k, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
-    return _results(translate.attend(q, *translate.unpacked("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim")), given, **how))
+    k, v = translate.unpacked("kv", kv, ("batch", "seqlen_k", "2", "heads_k", "head_dim"))
+    return _results(translate.attend(q, k, v, given, **how))
 
 
 @translate_errors(**SCALE)
@@ -107,7 +108,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` with qkv (batch, seqlen, 3, heads, head_dim)."""
     given = translate.options(causal, window_size, softmax_scale, softcap, alibi_slopes=alibi_slopes)
     how = _how(dropout_p, deterministic, return_attn_probs)
-    return _results(translate.attend(*translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim")), given, **how))
+    q, k, v = translate.unpacked("qkv", qkv, ("batch", "seqlen", "3", "heads", "head_dim"))
+    return _results(translate.attend(q, k, v, given, **how))
 
 
 @translate_errors(**PAGES, k_cache="k", v_cache="v", cache_seqlens="length of cu_seqlens_k")

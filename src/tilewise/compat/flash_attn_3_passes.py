@@ -101,7 +101,8 @@ def _flash_attn_forward(
     elif cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
         found = flash_attn_3.flash_attn_func(q, k, v, qv=qv, return_attn_probs=True, **descales, **scores)
     else:
-        (q, qv), of_q, shape = translate.flattened((q, qv), cu_seqlens_q, seqused_q)
+        (q,), of_q, shape = translate.flattened((q,), cu_seqlens_q, seqused_q)
+        qv = qv if qv is None or shape is None else qv.flatten(0, 1)
         (k, v), of_k, _ = translate.flattened((k, v), cu_seqlens_k, seqused_k)
         lengths = of_q.cu_seqlens, of_k.cu_seqlens, max_seqlen_q, max_seqlen_k, of_q.used, of_k.used
         out, lse = flash_attn_3.flash_attn_varlen_func(q, k, v, *lengths, qv=qv, return_attn_probs=True, **descales, **scores)

@@ -136,7 +136,7 @@ def flash_attn_varlen_func(
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     else:
         of_k = translate.Packed(cu_seqlens_k, seqused_k)
-    flat_q, flat_qv = (x.flatten(0, 1) if batched and x is not None else x for x in (q, qv))
+    flat_q, flat_qv = q.flatten(0, 1) if batched else q, qv.flatten(0, 1) if batched and qv is not None else qv
     out, lse = translate.attend_packed(flat_q, k, v, of_q, of_k, given, qv=flat_qv, deterministic=bool(deterministic))
     if batched:
         out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)

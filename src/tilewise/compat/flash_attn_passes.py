@@ -4,6 +4,8 @@ Arguments are those of `tilewise.compat.flash_attn`, windows two numbers. LSE ha
 the seed and offset of dropout's random numbers, which the backward pass needs. Gradients are written into dq, dk, dv where these are given.
 """
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
@@ -154,7 +156,15 @@ def _draw(dropout_p: float, return_softmax: bool) -> Tensor:
     return state
 
 
-def _dropout(dropout_p: float, rng_state: Tensor | None) -> dict:
+class Dropout(TypedDict, total=False):
+    """In the names of `attention`."""
+
+    dropout_p: float
+    dropout_seed: int
+    dropout_offset: int
+
+
+def _dropout(dropout_p: float, rng_state: Tensor | None) -> Dropout:
     if dropout_p == 0.0:
         return {}
     if rng_state is None:
@@ -185,9 +195,10 @@ def operands(
     return found._replace(grad=True)
 
 
-def places(tensors: tuple[Tensor, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Where the gradients of `tensors` go: what is given, else new tensors."""
-    return tuple(torch.empty_like(x) if into is None else into for x, into in zip(tensors, given, strict=True))
+def places(qkv: tuple[Tensor, Tensor, Tensor], given: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the gradients of q, k and v go: what is given, else new tensors."""
+    dq, dk, dv = (torch.empty_like(x) if into is None else into for x, into in zip(qkv, given, strict=True))
+    return dq, dk, dv
 
 
 def write_packed(

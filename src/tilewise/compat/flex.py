@@ -165,7 +165,8 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
     sizes, made_for = mask_extent(block_mask, batch, heads), lists_extent(block_mask)
 
     def place(kept: Kept) -> tuple[int, int]:
-        return tuple(size if name in kept.uses else had for name, size, had in zip("bh", sizes, made_for, strict=True))
+        b, h = (size if name in kept.uses else had for name, size, had in zip("bh", sizes, made_for, strict=True))
+        return b, h
 
     kept = _KEPT.get(block_mask)
     if kept is None or not kept.frozen or place(kept) not in kept.masks:

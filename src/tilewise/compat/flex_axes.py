@@ -162,8 +162,8 @@ class Axes:
             raise Unrecognised(f"describes more than {RECTANGLES} rectangles")
         follow = all(a[0][1] == b[0][0] and a[1][1] == b[1][0] for a, b in pairwise(boxes))
         if boxes and follow and boxes[0][0][0] == boxes[0][1][0] == 0:
-            ends = [[0, *(box[side][1] for box in boxes)] for side in (0, 1)]
-            return Documents(ends[0]) if ends[0] == ends[1] else Documents(*ends)
+            ends_q, ends_k = ([0, *(box[side][1] for box in boxes)] for side in (0, 1))
+            return Documents(ends_q) if ends_q == ends_k else Documents(ends_q, ends_k)
         return Slices([q for q, _ in boxes], [k for _, k in boxes], [0] * len(boxes))
 
     def lifted(self, given: "Value | Mask") -> Mask:
@@ -187,23 +187,22 @@ class Axes:
         if len(stretches) > DIAGONALS:
             raise Unrecognised(f"describes more than {DIAGONALS} bands")
         first, end = self.starts["d"]
-        mask = None
-        for begin, stop in stretches:
-            lo, hi = first + begin, first + stop - 1
-            band = self._band(None if lo == first else lo, None if hi == end - 1 else hi)
-            mask = band if mask is None else mask | band
+        bounds = ((first + begin, first + stop - 1) for begin, stop in stretches)
+        mask, *others = (self._band(None if lo == first else lo, None if hi == end - 1 else hi) for lo, hi in bounds)
+        for band in others:
+            mask = mask | band
         return mask
 
     def _band(self, lo: int | None, hi: int | None) -> Mask:
         """The pairs with lo <= key - query <= hi; None is unbounded."""
-        align = () if self.seqlen_q == self.seqlen_k else ("top_left",)
+        align = "bottom_right" if self.seqlen_q == self.seqlen_k else "top_left"
         if (lo, hi) == (None, None):
             return Full()
         if hi is not None and hi < 0:
-            return self._band(lo, None) - SlidingWindow(-hi - 1, None, *align)
+            return self._band(lo, None) - SlidingWindow(-hi - 1, None, align)
         if lo is not None and lo > 0:
-            return self._band(None, hi) - SlidingWindow(None, lo - 1, *align)
-        return Causal(*align) if (lo, hi) == (None, 0) else SlidingWindow(None if lo is None else -lo, hi, *align)
+            return self._band(None, hi) - SlidingWindow(None, lo - 1, align)
+        return Causal(align) if (lo, hi) == (None, 0) else SlidingWindow(None if lo is None else -lo, hi, align)
 
 
 def mapped(tree: Any, change: Callable) -> Any:

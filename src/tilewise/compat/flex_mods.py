@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from tilewise.compat.flex_axes import SAME, Axes, Unrecognised, Value, held, leaves, mapped
-from tilewise.masks import Mask, PerHead
+from tilewise.masks import Bands, Mask, PerHead
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.dense import Packed
 
@@ -29,8 +30,9 @@ NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 IGNORES_NUMBERS = {*NEW, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}  # of the tensors among its arguments
 LISTED = {aten.isin.Tensor_Tensor: 1, aten.bucketize.Tensor: 1, aten.searchsorted.Tensor: 0}  # by element, but for this argument
 REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.any.dim, aten.all.dim)
-ASKS_SHAPE = {Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.numel}
-ASKS_SHAPE |= {Tensor.nelement, Tensor.__len__}
+ASKS_SHAPE = {Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__}
+# To torch's stubs they are no descriptors.
+ASKS_SHAPE |= {Tensor.shape.__get__, Tensor.ndim.__get__}  # pyright: ignore[reportAttributeAccessIssue]
 APPROXIMATE = "approx::tanh"  # which attention-gym registers for its softcap
 
 
@@ -45,7 +47,7 @@ class Step(NamedTuple):
     `_writes` said of the captured ones when it ran.
     """
 
-    function: Callable
+    function: OpOverload
     args: tuple
     kwargs: dict
     extra: int | None = 0
@@ -64,7 +66,7 @@ class Tracer(Tensor):
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
 
     def __init__(self, inner: Tensor, steps: list[Step], at: int | str) -> None:
-        self.inner, self.steps, self.at = inner, steps, at
+        self.number, self.steps, self.at = inner, steps, at
 
     def __repr__(self) -> str:
         return f"Tracer({self.at})"
@@ -95,7 +97,7 @@ class Tracer(Tensor):
         return Tracer(result, steps, len(steps) - 1)
 
 
-def extra_dims(function: Callable, args: tuple, traced: list[Tracer], result: Tensor) -> int | None:
+def extra_dims(function: OpOverload, args: tuple, traced: list[Tracer], result: Tensor) -> int | None:
     """How many dimensions `result` has behind that of the stand-ins; None where whole axes in their place may give something else.
 
     A row of a captured table has one, and a sum over its last dimension takes it away.
@@ -131,11 +133,14 @@ def _is_place(index: Any) -> bool:
 
 
 def _inner(x: Any) -> Any:
-    return x.inner if isinstance(x, Tracer) else x
+    return x.number if isinstance(x, Tracer) else x
 
 
 def _ref(x: Any) -> Any:
     return Ref(x.at) if isinstance(x, Tracer) else x
+
+
+Result = Ref | Tensor | bool | float  # of a mod
 
 
 @dataclass(frozen=True)
@@ -143,13 +148,13 @@ class Program:
     """The steps of a mod, and which of its tensors is the result."""
 
     steps: tuple[Step, ...]
-    result: Ref | Tensor | bool | float
+    result: Result
 
     def captured(self) -> list[Tensor]:
         """The tensors that the mod brings along."""
         return [x for step in self.steps for x in leaves((step.args, step.kwargs), Tensor)]
 
-    def uses(self, result: Any = None) -> set[str]:
+    def uses(self, result: Result | None = None) -> set[str]:
         """The inputs that the result (default: the program's) depends on."""
         reached: dict[int | str, set[str]] = {name: {name} for name in (*INPUTS, "score")}
         for number, step in enumerate(self.steps):
@@ -170,19 +175,19 @@ class Program:
         text = "\n".join([str(torch.get_default_dtype()), *written, _written(self.result, seen)])
         return hashlib.sha256(text.encode()).digest()
 
-    def mask(self, b: int, h: int, seqlen_q: int, seqlen_k: int, result: Ref | None = None) -> Mask:
+    def mask(self, b: int, h: int, seqlen_q: int, seqlen_k: int, result: Result | None = None) -> Mask:
         """The pairs of one batch entry and head for which the result is true. Raises Unrecognised."""
         axes = Axes(seqlen_q, seqlen_k)
         return axes.lifted(self._run(axes, _integers(b), _integers(h), self.result if result is None else result))
 
-    def along(self, heads: int, seqlen_q: int, seqlen_k: int, result: Ref) -> Value:
+    def along(self, heads: int, seqlen_q: int, seqlen_k: int, result: Result) -> Value:
         """The result along one axis, for each head: numbers (heads or 1, length of the axis). Raises Unrecognised."""
         found = self._run(Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, dtype=torch.int64, device="cpu")[:, None], result)
         if not isinstance(found, Value):
             raise Unrecognised("gives numbers that depend on query and key apart")
         return found
 
-    def _run(self, axes: Axes, b: Tensor, h: Tensor, result: Any) -> "Value | Mask":
+    def _run(self, axes: Axes, b: Tensor, h: Tensor, result: Result) -> "Value | Mask":
         if not isinstance(result, Ref):
             return Value(None, held([result]))
         tensors: dict[int | str, Value | Mask] = dict(zip(INPUTS, axes.inputs(b, h), strict=True))
@@ -232,7 +237,7 @@ def _written(x: Any, seen: dict[int, str]) -> str:
 def tensor_digest(x: Tensor) -> bytes:
     """A digest of the elements of a strided tensor. Raises Unrecognised where it has none to read."""
     try:
-        return hashlib.sha256(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()).digest()
+        return hashlib.sha256(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data).digest()
     except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, quantised, inside of torch.func
         raise Unrecognised(f"holds a tensor whose elements cannot be read: {error}") from error
 
@@ -259,7 +264,7 @@ def _integers(value: int) -> Tensor:
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
-def pairs_of(program: Program, result: Any, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Mask:
+def pairs_of(program: Program, result: Result, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Mask:
     """The pairs for which a result of the program is true, as one mask for all batch entries and heads. Raises Unrecognised."""
     uses = program.uses(result)
     entries, each_head = range(batch if "b" in uses else 1), range(heads if "h" in uses else 1)
@@ -268,8 +273,12 @@ def pairs_of(program: Program, result: Any, batch: int, heads: int, seqlen_q: in
     if all(each == by_head[0] for each in by_head):
         merged = by_head[0]
         return merged[0][1] if len(merged) == 1 else PerHead({(each.start, each.stop): mask for each, mask in merged})
-    bits = np.stack([np.stack([Bitmap.of_bands(mask.resolve(seqlen_q, seqlen_k)).bits for mask in each]) for each in masks])
+    bits = np.stack([np.stack([_bits(mask.resolve(seqlen_q, seqlen_k)) for mask in each]) for each in masks])
     return Packed(torch.from_numpy(bits), seqlen_k)  # masks by batch entry have no other form
+
+
+def _bits(region: Bands | Bitmap) -> np.ndarray:
+    return (region if isinstance(region, Bitmap) else Bitmap.of_bands(region)).bits
 
 
 def _merged(masks: Iterable[Mask]) -> list[tuple[range, Mask]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tilewise.compat.flex_axes import mapped
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, pairs_of, record, refs
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Full, Mask
+from tilewise.masks import Bands, Full, Mask
 
 MOST_BIAS = 1 << 31  # elements of a bias that a score_mod may be turned into
 
@@ -153,7 +153,8 @@ def _distances(mask: Mask | None, seqlen_q: int, seqlen_k: int) -> tuple[int, in
     low, high = 1 - seqlen_q, seqlen_k - 1
     if mask is None or mask.kind == "bitmap":
         return low, high
-    tables = [plane.region.table for plane in mask.planes(seqlen_q, seqlen_k, *mask.extent)]
+    regions = [plane.region for plane in mask.planes(seqlen_q, seqlen_k, *mask.extent)]
+    tables = [region.table for region in regions if isinstance(region, Bands)]  # as all are
     q0, q1, k0, k1, lo, hi = np.concatenate(tables).T
     if len(q0) == 0:
         return 0, -1
@@ -181,8 +182,11 @@ def _zero(x: Any) -> Any:
 
 def bias_of(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
     """The term as a bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), with autograd through the captured tensors."""
+    assert changes.term is not None
     program = _without_score(changes.term)
-    for number in program.needed(program.result):
+    result = program.result
+    assert isinstance(result, Ref)  # since it depends on the score
+    for number in program.needed(result):
         if program.steps[number].extra is None:
             raise UnsupportedError(
                 f"score_mod cannot be followed on whole axes, where {program.steps[number].function} would see other numbers than its own; "
@@ -204,7 +208,7 @@ def bias_of(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
         for number, step in enumerate(program.steps):
             args, kwargs = step.arguments(tensors)
             tensors[number] = step.function(*_tensors(args, dtype, query.device), **kwargs)
-        bias = tensors[program.result.at].to(dtype)
+        bias = tensors[result.at].to(dtype)
         return bias.expand(*torch.broadcast_shapes(bias.shape, (1, 1, 1, seqlen_k))).contiguous()
     except (RuntimeError, IndexError, TypeError) as error:
         raise UnsupportedError(

@@ -51,7 +51,7 @@ def said(given: Mapping[str, Any], pairs: Any, shape: Shape) -> Said | None:
     return Said(name, cu_k if cu_q is None else cu_q, cu_q if cu_k is None else cu_k, seq_idx)
 
 
-_latest: list[tuple[Any, int, Tensor | None]] = []  # position_ids, weakly, their version, and what `_restarts` found
+_latest: list[tuple[weakref.ref[Tensor], list[int], Tensor | None]] = []  # position_ids, weakly, their version, and what `_restarts` found
 
 
 def _restarts(pairs: Any, position_ids: Any, shape: Shape) -> Tensor | None:
@@ -93,8 +93,10 @@ def inner_band(what: Said, given: Any, causal: bool, shape: Shape) -> Mask | Non
         return None
     if given is None:
         return Causal() if causal else Full()
-    bounded = given.origin is not None and given.origin.bounds is not None and given.origin.frame is not None
-    return hf_masks.inner(given.origin.bounds) if bounded and _square(given, shape) is not None else None
+    origin = given.origin
+    if origin is None or origin.bounds is None or origin.frame is None or _square(given, shape) is None:
+        return None
+    return hf_masks.inner(origin.bounds)
 
 
 def apart(what: Said, given: Pairs | Mask | None, causal: bool, shape: Shape) -> Pairs:
@@ -130,11 +132,11 @@ def _made(what: Said, given: Pairs | Mask | None, causal: bool, shape: Shape) ->
         tree = origin.tree
     if not is_tracing(what.tensors[0]):
         check_rows(what, batch, seqlen_q)
-        numbers = None if tree is None else _numbers(what, batch, seqlen_q)
-        padding = None if origin is None else origin.padding
-        masks = None if numbers is None else hf_masks.entries(_with(tree, numbers), padding, batch, frame)
-        if masks is not None:
-            return Pairs(masks, shape, frame.seqlen_k)
+        if tree is not None and (numbers := _numbers(what, batch, seqlen_q)) is not None:
+            padding = None if origin is None else origin.padding
+            masks = hf_masks.entries(_with(tree, numbers), padding, batch, frame)
+            if masks is not None:
+                return Pairs(masks, shape, frame.seqlen_k)
     if origin is not None and (origin.moves or (tree is not None and tree.has("chunked_overlay"))):
         raise UnsupportedError(
             f"{what.name} cannot be put into this layer's mask, which counts positions from the start of the batch in a way that is not known; pass "
@@ -169,7 +171,7 @@ def _versions(tensors: list[Tensor]) -> list[int] | None:
 
 def _of_tokens(what: Said, batch: int, seqlen: int) -> Iterator[tuple[Tensor, Tensor, int | None]]:
     """The document of each query and of each key, (batch or 1, seqlen), and the number of those after the last one, by each that says it."""
-    if what.cu_q is not None:
+    if what.cu_q is not None and what.cu_k is not None:  # both or neither
         place = torch.arange(batch * seqlen, device=what.cu_q.device, dtype=what.cu_q.dtype)
         of_q, of_k = (
             torch.searchsorted(cu[1:].contiguous(), place.to(cu), right=True).view(batch, seqlen) for cu in (what.cu_q, what.cu_k)
@@ -189,6 +191,7 @@ def _same(what: Said, batch: int, seqlen: int) -> Tensor:
         if after is not None:
             pairs = pairs & (of_q < after)[:, None, :, None]
         found = pairs if found is None else found & pairs
+    assert found is not None  # since something says the documents
     return found
 
 

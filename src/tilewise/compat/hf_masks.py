@@ -76,18 +76,20 @@ def kind_of(function: Callable) -> str | None:
 def read(function: Callable, known: Iterable[str] = CAPTURED) -> Node | None:
     """The tree of `function`; None where it has a closure that is not in `known`, or captured other things than it should have."""
     kind = kind_of(function)
-    if kind not in known or kind not in CAPTURED:
+    if kind is None or kind not in known or kind not in CAPTURED:
         return None
     cells = function.__closure__ or ()
     captured = dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
     inner = captured.pop(COMBINED[kind], None) if kind in COMBINED else ()
     if inner is None or captured.keys() != set(CAPTURED[kind]):
         return None
-    parts = [read(part, known) for part in (inner if isinstance(inner, tuple) else (inner,))]
-    if None in parts:
-        return None
-    if kind in ("and_masks", "or_masks"):  # of the same kind within it are written out
-        parts = [each for part in parts for each in (part.parts if part.kind == kind else (part,))]
+    parts: list[Node] = []
+    for each in inner if isinstance(inner, tuple) else (inner,):
+        part = read(each, known)
+        if part is None:
+            return None
+        same = part.kind == kind and kind in ("and_masks", "or_masks")
+        parts += part.parts if same else (part,)  # those of the same kind within it are written out
     values = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in captured.items()}
     return Node(kind, tuple(parts), values)
 
@@ -155,14 +157,19 @@ def padded(tree: Node, padding: ndarray | None, frame: Frame) -> Mask | None:
     return _both(mask, Padding(None if to_the_end else lengths.tolist(), start.tolist()))
 
 
-def folded(masks: list[Mask], seqlen_q: int, seqlen_k: int) -> Mask:
+def folded(masks: Sequence[Mask], seqlen_q: int, seqlen_k: int) -> Mask:
     """The masks of the entries of a batch as one mask of their queries and keys laid end to end."""
-    whole = [isinstance(mask, Documents) and (mask.cu_seqlens_q[-1], mask.cu_seqlens_k[-1]) == (seqlen_q, seqlen_k) for mask in masks]
-    if all(whole) and all(mask.inner == masks[0].inner for mask in masks):
+    whole = [
+        (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.inner)
+        for mask in masks
+        if isinstance(mask, Documents) and mask.cu_seqlens_k is not None
+        if (mask.cu_seqlens_q[-1], mask.cu_seqlens_k[-1]) == (seqlen_q, seqlen_k)
+    ]
+    if len(whole) == len(masks) and all(inner == whole[0][2] for *_, inner in whole):
         return Documents(
-            [0, *(n * seqlen_q + end for n, mask in enumerate(masks) for end in mask.cu_seqlens_q[1:])],
-            [0, *(n * seqlen_k + end for n, mask in enumerate(masks) for end in mask.cu_seqlens_k[1:])],
-            inner=masks[0].inner,
+            [0, *(n * seqlen_q + end for n, (cu_q, _, _) in enumerate(whole) for end in cu_q[1:])],
+            [0, *(n * seqlen_k + end for n, (_, cu_k, _) in enumerate(whole) for end in cu_k[1:])],
+            inner=whole[0][2],
         )
     pieces = [mask.slices(seqlen_q, seqlen_k) for mask in masks]
     q, k = (np.concatenate([piece[at] + n * seqlen for n, piece in enumerate(pieces)]) for at, seqlen in ((0, seqlen_q), (1, seqlen_k)))

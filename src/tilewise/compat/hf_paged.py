@@ -17,11 +17,11 @@ from tilewise.masks import SlidingWindow
 from tilewise.varlen import attention_varlen
 
 try:
-    from transformers.generation.continuous_batching import continuous_api, initialization
+    from transformers.generation.continuous_batching import cache, continuous_api, initialization
 except ImportError:
-    continuous_api = initialization = None
+    cache = continuous_api = initialization = None
 
-_theirs: dict[str, Any] = {}  # what stood where ours does
+_theirs: list[tuple[Any, str, Any]] = []  # what stood where ours does: its owner, its name and itself
 
 
 def serves(given: Mapping[str, Any]) -> bool:
@@ -48,8 +48,8 @@ def attend(
     lengths = cu_k.diff()[: q.shape[0]]  # with the new token; 0 for padding
     caches = given["k_cache"], given["v_cache"]
     slots = _slots(lengths - 1, pages, caches[0].shape[1])
-    for cache, new in zip(caches, (k, v), strict=True):  # which are one memory, moved by some pages: what one names the other does not
-        append(cache, cache[..., :0], new, new[..., :0], slots=slots)
+    for pool, new in zip(caches, (k, v), strict=True):  # which are one memory, moved by some pages: what one names the other does not
+        append(pool, pool[..., :0], new, new[..., :0], slots=slots)
     return decode(q[:, None], *caches, cache_seqlens=lengths, page_table=pages, **options).transpose(0, 1)
 
 
@@ -61,31 +61,29 @@ def _slots(places: Tensor, pages: Tensor, page_size: int) -> Tensor:
 
 def admit(names: Container[str]) -> None:
     """Let models with one of these implementations serve; `names` is looked at when they do."""
-    if _theirs or initialization is None:
+    if _theirs or cache is None or continuous_api is None or initialization is None:
         return
-    switch, ensure = (
-        continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn,
-        initialization.ensure_decode_fast_path_is_available,
-    )
-    _theirs.update(switch=switch, ensure=ensure)
+    manager, kept = continuous_api.ContinuousBatchingManager, cache
+    switch, ensure = manager.switch_to_cb_friendly_attn, initialization.ensure_decode_fast_path_is_available
+    _theirs.append((manager, "switch_to_cb_friendly_attn", switch))
+    _theirs.append((initialization, "ensure_decode_fast_path_is_available", ensure))
 
     def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if model.config._attn_implementation not in names:
             switch(self, model, *args, **kwargs)
 
     def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, user_requested: bool) -> None:
-        kinds = initialization.group_layers_by_attn_type(config)
-        in_pages = all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
+        kinds = kept.group_layers_by_attn_type(config)
+        in_pages = all(kept.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
         if config._attn_implementation not in names or not in_pages:
             ensure(config, cb_config, user_requested)
 
-    continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
     initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
 
 
 def dismiss() -> None:
     """Undo `admit`."""
-    if _theirs:
-        continuous_api.ContinuousBatchingManager.switch_to_cb_friendly_attn = _theirs["switch"]
-        initialization.ensure_decode_fast_path_is_available = _theirs["ensure"]
-        _theirs.clear()
+    for owner, name, before in _theirs:
+        setattr(owner, name, before)
+    _theirs.clear()

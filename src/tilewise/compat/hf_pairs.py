@@ -54,7 +54,7 @@ class Pairs(BlockMask):
         self._bits, self._device = bits, device
         self.folded = masks is not None and len(masks) > 1
         self.mask = None if masks is None else hf_masks.folded(masks, shape[2], keys) if self.folded else masks[0]
-        self.apart = None  # what hf_documents.py made of it last
+        self.apart: tuple[list[Tensor], list[int], Pairs] | None = None  # what hf_documents.py made of it last, and of what
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

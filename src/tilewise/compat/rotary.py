@@ -107,6 +107,8 @@ class RotaryEmbedding(torch.nn.Module):
     No xPos: `scale_base` must be None.
     """
 
+    inv_freq: Tensor
+
     def __init__(self, dim, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
         if scale_base is not None:
@@ -123,8 +125,13 @@ class RotaryEmbedding(torch.nn.Module):
     def _up_to(self, seqlen: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of at least so many positions, in the dtype and on the device of `like`."""
         known = self._tables
-        fits = known is not None and known[0].shape[0] >= seqlen and known[0].device == like.device and known[0].dtype == like.dtype
-        if not fits or (self.training and known[0].is_inference()):
+        if (
+            known is None
+            or known[0].shape[0] < seqlen
+            or known[0].device != like.device
+            or known[0].dtype != like.dtype
+            or (self.training and known[0].is_inference())
+        ):
             frequencies = (
                 self.inv_freq if self.inv_freq.dtype == torch.float32 else self._frequencies(like.device)
             )  # 16 bits hold no angles
@@ -155,7 +162,8 @@ def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, T
             f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q}; the rest are k and v"
         )
     heads_k = (qkv.shape[2] - num_heads_q) // 2
-    return qkv.split((num_heads_q, heads_k, heads_k), 2)
+    q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
+    return q, k, v
 
 
 def _positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -> Tensor:

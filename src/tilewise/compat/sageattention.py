@@ -156,7 +156,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layout: str, causal: bool, sm_scale
         mask = BOTTOM_RIGHT if q.shape[1] == k.shape[1] else TOP_LEFT
     precision = precision if "precision" in kwargs else paying(precision, q, k, v, bias)
     result = attention(q, k, v, mask=mask, bias=bias, scale=scale, precision=precision, return_lse=with_lse)
-    o, *lse = result if with_lse else (result,)
+    o, *lse = result if isinstance(result, tuple) else (result,)
     o = o.transpose(1, 2) if layout == "HND" else o
     return (o, *lse) if with_lse else o
 

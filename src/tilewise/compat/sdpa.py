@@ -12,6 +12,7 @@ from operator import is_ as operator_is
 
 import torch
 from torch import Tensor
+from torch._C._nn import scaled_dot_product_attention as TORCHS
 
 from tilewise.api import attention, operands
 from tilewise.compat._attn_mask import TOP_LEFT, is_causal_bias, mask_and_bias
@@ -23,7 +24,6 @@ from tilewise.problem import Extras
 from tilewise.runtime import bound_call, call_cache, operator
 from tilewise.runtime.call_cache import Options
 
-TORCHS = torch._C._nn.scaled_dot_product_attention
 FRONTEND, FRONTEND_GQA = "sdpa", "sdpa gqa"  # of call_cache.Options, the latter with enable_gqa
 LAYER = "tilewise.compat.sdpa.scaled_dot_product_attention"
 
@@ -68,7 +68,9 @@ def scaled_dot_product_attention(
     options, extras = Options(is_causal, scale, 0.0, dropout_p, False, None, None, None, False, frontend), Extras(attn_mask)
     added = attn_mask is None or (type(attn_mask) in MADE_OF_MEMORY and attn_mask.dtype is not torch.bool)
     if added and (known := call_cache.find(query, key, value, options, extras)) is not None:
-        return known(query, key, value, extras)
+        o = known(query, key, value, extras)
+        assert isinstance(o, Tensor)  # since no LSE is asked for
+        return o
     given = query, key, value
     if is_causal and attn_mask is not None:
         raise _two_masks(attn_mask)
@@ -129,16 +131,16 @@ def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     if lead is None:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
         raise ShapeError(f"{LAYER}: the batch dimensions (all but the last three) do not broadcast: {shapes}")
-    flat = (x if x.dim() == 4 and x.shape[:1] == lead else x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in full)
-    return *flat, lead, max(missing, 0)
+    q, k, v = (x if x.dim() == 4 and x.shape[:1] == lead else x.expand(*lead, *x.shape[-3:]).flatten(0, -4) for x in full)
+    return q, k, v, lead, max(missing, 0)
 
 
 def _broadcast(shapes: list[torch.Size]) -> tuple[int, ...] | None:
     """The shape that all broadcast to, or None: torch.broadcast_shapes, whose error torch's compiler does not catch."""
     rank = max(map(len, shapes))
-    shapes = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
-    whole = [next((size for size in sizes if size != 1), 1) for sizes in zip(*shapes, strict=True)]
-    fits = all(got == 1 or got == size for shape in shapes for got, size in zip(shape, whole, strict=True))
+    full = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    whole = [next((size for size in sizes if size != 1), 1) for sizes in zip(*full, strict=True)]
+    fits = all(got == 1 or got == size for shape in full for got, size in zip(shape, whole, strict=True))
     return tuple(whole) if fits else None
 
 
@@ -156,7 +158,8 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> 
     query = query.expand(-1, most, -1, -1)
     if heads_k == heads_v and most % heads_k == 0:
         return query, key, value
-    return query, *(x.repeat_interleave(most // x.shape[1], dim=1) for x in (key, value))
+    key, value = (x.repeat_interleave(most // x.shape[1], dim=1) for x in (key, value))
+    return query, key, value
 
 
 class Patch:
@@ -289,8 +292,8 @@ def cpu_backward(
     """`aten::_scaled_dot_product_flash_attention_for_cpu_backward`: gradients of query, key and value."""
     given = _cpu_operands(query, key, value, dropout_p, is_causal, attn_mask, scale)._replace(grad=True)
     with torch.no_grad():
-        grads = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)[:3]
-    return tuple(x.transpose(1, 2) for x in grads)
+        d_q, d_k, d_v = operator.differentiate(out.transpose(1, 2), logsumexp, grad_out.transpose(1, 2), given)[:3]
+    return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2)
 
 
 def _cpu_operands(

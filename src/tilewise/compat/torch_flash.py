@@ -27,7 +27,7 @@ from tilewise.views import allocator
 LAYER = "tilewise.compat.torch_flash"
 FRONTEND = "torch flash"  # of call_cache.Options
 _allocator = functools.cache(allocator)
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # only a torch with CUDA has it
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # the former is faster, but there with CUDA alone
 
 
 class Handle:
@@ -142,8 +142,8 @@ def _scaled_dot_product_flash_attention_backward(
     options = Options(is_causal, scale, 0.0, 0.0, False, None, None, None, True, FRONTEND)
     grads = call_cache.gradients(query, key, value, out, logsumexp, grad_out, options)
     if grads is None:
-        turned = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        grads = _gradients(*turned, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
+        d_o, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        grads = _gradients(d_o, q, k, v, o, logsumexp, Causal() if is_causal else Full(), dropout_p, scale)
         grads = tuple(grad.transpose(1, 2) for grad in grads)
     return _laid_out(grads, query, key, value)
 
@@ -190,8 +190,8 @@ def _flash_attention_forward(
             raise UnsupportedError(
                 f"{LAYER}: alibi_slopes with cum_seq_q is not passed on; call tilewise.attention_varlen(alibi_slopes=...)"
             )
-        _check_starts(cum_seq_k)
-        o, lse = attention_varlen(query, key, value, cum_seq_q, cum_seq_k, seqused_k=seqused_k, mask=mask, scale=scale, return_lse=True)
+        qkv, cu = (query, key, value), (cum_seq_q, _starts(cum_seq_k))
+        o, lse = attention_varlen(*qkv, *cu, seqused_k=seqused_k, mask=mask, scale=scale, return_lse=True)
     return laid_out_as(o, query), lse, *_unused(query)
 
 
@@ -233,8 +233,7 @@ def _flash_attention_backward(
         grads = _gradients(grad_out, query, key, value, out, logsumexp, mask, dropout_p, scale)
     else:
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
-        _check_starts(cum_seq_k)
-        mask = DeviceDocuments(cum_seq_q, cum_seq_k, mask)
+        mask = DeviceDocuments(cum_seq_q, _starts(cum_seq_k), mask)
         grads = tuple(x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
     return _laid_out(grads, query, key, value)
 
@@ -278,11 +277,13 @@ def _window(is_causal: bool, left: int | None, right: int | None) -> Mask:
     return Causal() if left is None and right == 0 else SlidingWindow(left, right)
 
 
-def _check_starts(cum_seq_k: Tensor | None) -> None:
+def _starts(cum_seq_k: Tensor | None) -> Tensor:
+    """cum_seq_k, which has to be there."""
     if cum_seq_k is None:
         raise UnsupportedError(
             f"{LAYER}: cum_seq_k must say where the keys of each sequence begin, got None, which only a block_table allows"
         )
+    return cum_seq_k
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) -> operator.Operands:
@@ -293,17 +294,17 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None) 
 @_below_autograd
 def _gradients(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Mask, dropout_p: float, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     _check_forward(dropout_p, False)
     return operator.differentiate(o, lse, d_o, _operands(q, k, v, mask, scale)._replace(grad=True))[:3]
 
 
-def _laid_out(grads: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _laid_out(grads: tuple[Tensor, ...], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that lie as torch's fake kernels say: those of the short way do already."""
     d_q, d_k, d_v = grads
     if d_q.stride() == query.stride() and d_k.stride() == key.stride() and d_v.stride() == value.stride():
-        return grads
-    return tuple(map(laid_out_as, grads, (query, key, value)))
+        return d_q, d_k, d_v
+    return laid_out_as(d_q, query), laid_out_as(d_k, key), laid_out_as(d_v, value)
 
 
 def _paged(

@@ -134,7 +134,10 @@ def make_mask(
 
     def bits() -> Tensor:
         where = batch_size, q_length, kv_length, q_offset, kv_offset
-        return masking_utils.sdpa_mask(*where, mask_function, attention_mask, allow_is_causal_skip=False, **kwargs)
+        make = masking_utils.sdpa_mask  # of a q_offset that may be a tensor, unlike its annotation
+        seen = make(*where, mask_function, attention_mask, allow_is_causal_skip=False, **kwargs)  # pyright: ignore[reportArgumentType]
+        assert seen is not None  # since nothing may be skipped
+        return seen
 
     if getattr(config, "model_type", None) in TENSORS:
         return bits()
@@ -145,17 +148,20 @@ def make_mask(
         bounds = None if own or padding is not None else _bounds(mask_function, local_size, config)
         origin = Origin(moves=own or (local_size is not None and local_size == getattr(config, "attention_chunk_size", None)))
         if bounds is None or not (allow_is_causal_skip and isinstance(q_offset, int)):
-            steps = bounds is not None and q_length == 1 and isinstance(q_offset, Tensor)
-            step = hf_steps.step(bounds, batch_size, q_offset - kv_offset, None) if steps else None
+            step = None
+            if bounds is not None and q_length == 1 and isinstance(q_offset, Tensor):
+                step = hf_steps.step(bounds, batch_size, q_offset - kv_offset, None)
             return Pairs(None, shape, kv_length, bits(), step, origin)
         frame = Frame(q_length, kv_length, q_offset, kv_offset)
         lo = None if bounds[0] is None else bounds[0] + frame.diagonal
         origin = Origin(frame=frame, bounds=bounds)
         return Pairs((hf_masks.between(lo, frame.diagonal, frame),), shape, kv_length, None, None, origin, device)
     static = q_length == 1 and (isinstance(q_offset, Tensor) or kv_length + kv_offset != q_offset + 1)
-    whole, step = padding is None or (not static and bool(padding.all())), None
-    if q_length == 1 and (static or not whole):
-        pairs = bits() if static else padding
+    if padding is not None and not static and bool(padding.all()):
+        padding = None  # it hides nothing
+    step = None
+    if q_length == 1 and (static or padding is not None):
+        pairs = bits() if static or padding is None else padding
         bounds = hf_masks.bounds(mask_function, understood())
         if bounds is not None and bounds[1] == 0:
             present = None if padding is None else padding[:, kv_offset:][:, :kv_length].to(pairs.device)
@@ -163,7 +169,7 @@ def make_mask(
             step = hf_steps.step(bounds, batch_size, at, present)
         if static:  # a compiled model may come next: for a mask that is another at each step, it would be compiled anew
             return Pairs(None, shape, kv_length, pairs, step, Origin(moves=True))
-    seen = None if whole else padding.cpu().numpy()
+    seen = None if padding is None else padding.cpu().numpy()
     tree = hf_masks.read(mask_function, understood())
     if tree is None:
         return Pairs(None, shape, kv_length, bits(), None, Origin(moves=True))
@@ -234,16 +240,20 @@ def attention(
         if (what := hf_documents.said(kwargs, attention_mask, shape)) is not None:
             options = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux, "deterministic": deterministic}
             return _of_documents(what, module, (query, key, value), attention_mask, position_bias, causal, options)
-    step = attention_mask.step if isinstance(attention_mask, Pairs) else None
+    pairs = attention_mask if isinstance(attention_mask, Pairs) else None
+    step = None if pairs is None else pairs.step
     structure = _structure(query, key, attention_mask, causal) if step is None else None
     if structure is not None:
         known_as = Options(structure[0], scaling, softcap or 0.0, dropout, bool(deterministic), None, None, structure[1], False, FRONTEND)
         extras = Extras(position_bias, None, s_aux)
         if (known := call_cache.find(query, key, value, known_as, extras)) is not None:
-            return known(query, key, value, extras), None
+            o = known(query, key, value, extras)
+            assert isinstance(o, Tensor)  # since no LSE is asked for
+            return o, None
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if step is not None and position_bias is None and not dropout and hf_steps.decodes(step, q, k, v, s_aux):
-        _check_lengths(attention_mask, q, k)
+    plain = position_bias is None and not dropout
+    if pairs is not None and step is not None and plain and hf_steps.decodes(step, q, k, v, s_aux):
+        _check_lengths(pairs, q, k)
         return hf_steps.decoded(step, q, k, v, scaling, softcap, s_aux), None
     if q.shape[0] != k.shape[0]:  # one of them is the same for all
         batch = max(q.shape[0], k.shape[0])
@@ -253,15 +263,15 @@ def attention(
         options["sink"] = s_aux.reshape(-1)
     seqlen_k = keys = k.shape[1]
     bias = position_bias
-    if isinstance(attention_mask, Pairs):
-        _check_lengths(attention_mask, q, k)
-        for_all = attention_mask.shape[2] == 1 < q.shape[1]  # every query sees what the mask's only one does, as by a tensor's broadcast
-        if attention_mask.folded and bias is None and not for_all:
-            return _folded(attention_mask, q, k, v, options), None
-        if attention_mask.mask is None or attention_mask.folded or for_all:
-            options["mask"] = Dense(attention_mask.bits())
+    if pairs is not None:
+        _check_lengths(pairs, q, k)
+        for_all = pairs.shape[2] == 1 < q.shape[1]  # every query sees what the mask's only one does, as by a tensor's broadcast
+        if pairs.folded and bias is None and not for_all:
+            return _folded(pairs, q, k, v, options), None
+        if pairs.mask is None or pairs.folded or for_all:
+            options["mask"] = Dense(pairs.bits())
         else:
-            options["mask"], keys = attention_mask.mask, attention_mask.keys
+            options["mask"], keys = pairs.mask, pairs.keys
     elif attention_mask is None:
         if causal and q.shape[1] > 1:
             keys = min(keys, q.shape[1])  # causal from the top left: the keys behind are places of a static cache that are still empty
@@ -318,9 +328,10 @@ def _packed(what: Said, q: Tensor, k: Tensor, v: Tensor, inner: Mask, options: d
     """(batch, seqlen_q, heads, head_dim_v), of the entries laid end to end."""
     sink = None if options["s_aux"] is None else options["s_aux"].reshape(-1)
     own = {"scale": options["scaling"], "softcap": options["softcap"] or 0.0, "sink": sink, "dropout_p": options["dropout"]}
-    packed = (x.flatten(0, 1) for x in (q, k, v))
-    o = tw.attention_varlen(*packed, what.cu_q, what.cu_k, mask=inner, deterministic=bool(options["deterministic"]), **own)
-    return o.unflatten(0, q.shape[:2])
+    own["deterministic"] = bool(options["deterministic"])
+    assert what.cu_q is not None  # by which the band is
+    q, k, v, shape = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), q.shape[:2]
+    return tw.attention_varlen(q, k, v, what.cu_q, what.cu_k, mask=inner, **own).unflatten(0, shape)
 
 
 def _structure(query: Tensor, key: Tensor, attention_mask: Any, causal: bool) -> tuple[bool, Mask | None] | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import envs
+from vllm import envs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
     AttentionBackend,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm import envs
+from vllm import envs  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from vllm.model_executor.layers.attention.mla_attention import (  # pyright: ignore[reportMissingImports]
     MLACommonBackend,
     MLACommonDecodeMetadata,

@@ -89,7 +89,8 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
             )
     if all(x.shape[3] == 1 or x.stride(3) == 0 for x in (key, value)):
         return key[:, :, :, 0], value[:, :, :, 0]
-    return tuple(x.expand(-1, -1, -1, heads, -1).flatten(2, 3) for x in (key, value))
+    key, value = (x.expand(-1, -1, -1, heads, -1).flatten(2, 3) for x in (key, value))
+    return key, value
 
 
 def _mask_and_bias(attn_bias: Any, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> tuple[Mask | None, Tensor | None]:
@@ -98,19 +99,19 @@ def _mask_and_bias(attn_bias: Any, query: Tensor, key: Tensor, shape: tuple[int,
     if attn_bias is None:
         return None, None
     if kind == WITH_BIAS:
-        return Causal("top_left"), _bias(attn_bias._bias, query, key, shape)
+        return Causal("top_left"), _added(attn_bias._bias, query, key, shape)[1]
     if kind in MASKS:
         return MASKS[kind](attn_bias), None
     if isinstance(attn_bias, Tensor):
-        return None, _bias(attn_bias, query, key, shape)
+        return _added(attn_bias, query, key, shape)
     raise UnsupportedError(
         f"{LAYER}: attn_bias is a {type(attn_bias).__name__}, which is not known; known are tensors and {', '.join((*MASKS, WITH_BIAS, *PAGED))}: "
         "pass attn_bias.materialize(...), or a mask to tilewise.attention"
     )
 
 
-def _bias(bias: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor to add, with dimensions of heads as in `shape`, as (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)."""
+def _added(bias: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> tuple[Mask | None, Tensor | None]:
+    """Mask and bias of a tensor to add, with dimensions of heads as in `shape`; the bias (batch or 1, heads or 1, seqlen_q or 1, seqlen_k)."""
     if bias.dtype == torch.bool:
         raise ShapeError(
             f"{LAYER}: attn_bias must be numbers to add, got torch.bool; pass tilewise.Dense(attn_bias) as mask= to tilewise.attention"
@@ -123,7 +124,7 @@ def _bias(bias: Tensor, query: Tensor, key: Tensor, shape: tuple[int, ...]) -> T
         if any(got != 1 and got != size for got, size in zip(bias.shape[1:3], groups, strict=True)):
             raise ShapeError(f"{LAYER}: attn_bias has {tuple(bias.shape[1:3])} (groups, heads), expected {groups} or 1 in place of each")
         bias = (bias if bias.shape[1:3] == (1, 1) else bias.expand(-1, *groups, -1, -1)).flatten(1, 2)
-    return mask_and_bias(bias, query, (batch, heads, seqlen_q, key.shape[1]), LAYER)[1]
+    return mask_and_bias(bias, query, (batch, heads, seqlen_q, key.shape[1]), LAYER)
 
 
 def _local(bias: Any) -> Mask:
