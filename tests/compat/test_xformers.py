@@ -137,8 +137,10 @@ def test_a_causal_mask_with_a_bias():
 
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_a_causal_bias_of_torch_is_a_mask(bottom_right):
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # takes a second
+
     q, k, v = leaves = qkv()
-    made_by = torch.nn.attention.bias.causal_lower_right if bottom_right else torch.nn.attention.bias.causal_upper_left
+    made_by = causal_lower_right if bottom_right else causal_upper_left
     got = memory_efficient_attention(q, k, v, made_by(12, 20))
     check(got, formula(q, k, v, torch.zeros(()).where(triangle(12, 20, bottom_right=bottom_right), -torch.inf)), leaves)
 
