@@ -62,8 +62,18 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logits: bool = False, **options: Unpack[AttentionOptions]
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -89,7 +99,7 @@ def attention(
     return_max_logits: bool = False,
     out: Tensor | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
     Args:
@@ -408,7 +418,7 @@ def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
     return mask & Causal() if causal else mask
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v and a bias that is not fp32, in the dtype of a surrounding torch.autocast region, as torch casts for its own attention."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias

@@ -78,9 +78,21 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: bool = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[VarlenOptions],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -114,7 +126,7 @@ def attention_varlen(
     cp_world: int = 1,
     cp_interleave: int = 1,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
     Equal to a loop of `attention` over the documents but for rounding, with `precision` to within its error; `causal` and `mask` apply within each
