@@ -152,7 +152,7 @@ def attention(
     A UserWarning, once, where q and k have more heads than tokens: SDPA's layout has heads first.
     """
     if unknown:
-        errors.check_words("attention", unknown, attention.__kwdefaults__)
+        errors.check_words("attention", unknown, attention.__kwdefaults__ or {})
     sink = one_sink(sink)
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(bias, alibi_slopes, sink, None, None, None, q_scale, k_scale, v_scale)
@@ -189,6 +189,7 @@ def attention(
         return known(*tensors, extras._replace(rng=given.rng))
     o, lse, row_max = operator.attend(given, out)
     if return_max_logits:
+        assert row_max is not None
         largest = _largest(row_max)
         return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o
@@ -205,7 +206,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention` would.
     """
-    known = attention.__kwdefaults__
+    known = attention.__kwdefaults__ or {}
     if unknown := options.keys() - known.keys():
         meant = "".join(f" ({name}= is {errors.WORDS[name]} here)" for name in sorted(unknown) if name in errors.WORDS)
         raise ValueError(f"explain got unknown options {sorted(unknown)}{meant}; it takes those of attention: {', '.join(known)}")

@@ -24,7 +24,7 @@ def attend(plan: Plan, given: operator.Operands) -> tuple[Tensor, Tensor]:
 
 def differentiate(
     plan: Plan, o: Tensor, lse: Tensor, d_o: Tensor, given: operator.Operands, d_lse: Tensor | None, bias_grad: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dQ, dK, dV, dBias and dSink; dK and dV in fp32 where the backend can."""
     bound = _bound(plan, given)
     if bound is None:
