@@ -35,7 +35,7 @@ def differentiate(
 
 def _bound(plan: Plan, given: operator.Operands) -> Bound | None:
     """What serves calls like this one; None where it depends on what a mask's tensors hold, or anything but autograd takes part in it."""
-    tensors = given[: operator.TENSORS]
+    tensors: tuple = given[: operator.TENSORS]
     if given.mask_tensors or given.diagonal is not None or operator.traced() or plain.needs_dispatch(tensors):
         return None
     known = plan.state.setdefault("bound", {})

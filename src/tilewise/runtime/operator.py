@@ -8,7 +8,7 @@ An absent optional output is an empty tensor, because a schema cannot return Non
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ OF_GRADIENTS = {"o": Tensor, "lse": Tensor, "d_o": Tensor, "d_lse": Tensor | Non
 OF_BACKWARD = [*OF_GRADIENTS.items(), *Operands.__annotations__.items()]
 BackwardOperands = NamedTuple("BackwardOperands", OF_BACKWARD)
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
-TENSORS: Final = 11  # so many operands are single tensors, or None
-assert Operands._fields[TENSORS] == "mask_tensors"
+TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
 GradientTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dQ, dK, dV, dBias and dSink, the last two empty where there is none
 BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
 
@@ -141,7 +140,8 @@ def _fake_gradients(given: BackwardOperands) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx, inputs, output):
     given, (o, lse, row_max) = Operands(*inputs), output
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], op.held(given), o, lse))
+    tensors: tuple = given[:TENSORS]
+    ctx.save_for_backward(*saved.in_order(tensors, op.held(given), o, lse))
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
     ctx.settings = given[TENSORS + 1 :]
@@ -314,7 +314,7 @@ def attend(operands: Operands, out: Tensor | None = None, wide_keys: bool = Fals
     With `out`, which fits and takes no part in a gradient, O is written there. With `wide_keys`, for those who call `differentiate` so themselves,
     nothing is recorded for autograd, and a backend may compile those gradients meanwhile.
     """
-    tensors = *operands[:TENSORS], *operands.mask_tensors
+    tensors: tuple = (*operands[:TENSORS], *operands.mask_tensors)
     if out is not None:
         if not traced() and not needs_dispatch((*tensors, out)):
             return _forward(operands, out)
