@@ -1,7 +1,7 @@
 """What a decode call costs, by what is asked of it, on one Hopper GPU; how fast it is beside others is `tilewise bench --set decode`.
 
     python lab/instruments/decode.py OUT.jsonl [--only features,append,prefix,sweep] [--cell "b16 8k 32:8 p64 q1" ...]
-    python lab/instruments/decode.py OUT.jsonl --only sweep --tuning "equal shares: cut.alone=0" --tuning "three: kv_stages=3, tile_n=64"
+    python lab/instruments/decode.py OUT.jsonl --only sweep --tuning "equal shares: cut.solo_speedup_x4=0" --tuning "three: kv_stages=3, tile_n=64"
 
 features  a fixed split, a window, changes of scores, more queries, a tree, small pages
 append    new tokens with the call, plain and rotated, and `tilewise.append` alone

@@ -15,7 +15,7 @@ from counters import CELLS, calls_of, described, keep, prepared, require_hopper,
 TURNS, SETTLE_S, BATCH_S = 2, 0.15, 0.03  # of a contender; until the board's clock has settled; of calls, after which one looks at it
 
 
-class Board:
+class Gpu:
     """What NVIDIA's management library tells of the GPU that torch uses; it is only read."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def measure_energy(chosen: list[tuple], arguments) -> int:
     """Rows of clock, power and energy: the contenders of a workload in turns, each for --seconds after SETTLE_S, without a pause between calls."""
     from tilewise.bench.provenance import provenance
 
-    board, environment, written = Board(), provenance("cuda"), []
+    board, environment, written = Gpu(), provenance("cuda"), []
     for workload in dict.fromkeys(workload for workload, _ in chosen):
         impls = [impl for other, impl in chosen if other is workload]
         launches = {impl.name: prepared(None, workload, impl) for impl in impls}
@@ -79,7 +79,7 @@ def measure_energy(chosen: list[tuple], arguments) -> int:
     return 0
 
 
-def keep_busy(launch, board: Board, seconds: float) -> dict:
+def keep_busy(launch, board: Gpu, seconds: float) -> dict:
     """Call again and again; from SETTLE_S on, for `seconds`, count calls, look at the clock and read the meter, which moves in steps."""
     import torch
 

@@ -29,7 +29,7 @@ from tilewise.machine.roofline import DIRECTIONS
 TOGETHER = 4  # candidates that are timed in turns with one call on normal inputs
 SUSPECT = 1.1  # times the normal time
 PARENTS = 6  # of the worst, those that are varied
-PROFILES = ("flat", "rising", "falling", "steps", "saw")
+PROFILES = ("flat", "causal_tiles", "falling", "steps", "saw")
 BLOCKS = (1, 16, 64, 80, 128, 176, 256, 1024)
 
 
@@ -76,7 +76,7 @@ class Spec:
         part = torch.arange(seqlen) / max(1, seqlen - 1)
         logs = {
             "flat": torch.zeros(seqlen),
-            "rising": part,
+            "causal_tiles": part,
             "falling": 1.0 - part,
             "steps": blocks / blocks.max().clamp(min=1),
             "saw": (blocks % 4) / 3.0,

@@ -68,9 +68,9 @@ def main() -> None:
     masks = {each.name: (each.mask, each.seqlen_q) for each in trees() if "unshared" not in each.name} | OTHERS
     for name, (mask, seqlen) in masks.items():
         q, k = (torch.empty(1, seqlen, n, 128, dtype=torch.bfloat16, device="meta") for n in (options.heads * options.group, options.heads))
-        found = plan.Plan.of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True), plan.Board(SLOTS, 0))
+        found = plan.Plan.of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True), plan.Gpu(SLOTS, 0))
         config, of_blocks = found.config, walks(mask, seqlen, seqlen, found.config)
-        took, least = milliseconds(of_blocks, options.heads, options.group, config.planes_apart, found.turns[0][1].together)
+        took, least = milliseconds(of_blocks, options.heads, options.group, config.q_heads_in_turn, found.turns[0][1].together)
         up = any(len(walk) > 1 and walk[0] < walk[-1] for walk in of_blocks)
         print(f"{name:18} {took:7.1f} ms, {took / least:5.2f} of {least:5.1f}   {'up' if up else 'down'}")
 

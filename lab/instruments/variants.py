@@ -3,7 +3,7 @@
 python lab/instruments/variants.py, and
 
     --variant "two rows: stages=4, pairwise=False"    names of backward.config.Config.of that differ from what ships
-    --variant "turns: together=8, abreast=4"          and of the order: descending heads, at least; ascending heads that take turns
+    --variant "turns: heads_interleaved=8, heads_per_step=4"          and of the order: descending heads, at least; ascending heads that take turns
     --direction fwd --variant "short: from_zero=True" of the forward pass: fields of forward.config.Config
     --direction fwd --precision fp8 --variant "one: cluster=1"    of that in 8 bits: fields of eight_bits.config.Config
 
@@ -26,7 +26,7 @@ from counters import calls_of, require_hopper, with_workloads
 from rows import compile_ahead
 
 RUNS = 8  # of a variant, compared with each other
-ORDER = "together", "abreast"
+ORDER = "heads_interleaved", "heads_per_step"
 CLOSE = 2**-7  # of the largest number: gradients are rounded to eight bits
 
 
@@ -95,13 +95,32 @@ def in_place(variant: Variant, grad: bool = True, precision: str = ""):
     shipped_order = plan._order
 
     def order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others):
-        num_sms, ascending, abreast, together, of_queries, _ = shipped_order(config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others)
-        together, abreast = variant.order.get("together", together), variant.order.get("abreast", abreast)
+        num_sms, ascending, heads_per_step, heads_interleaved, of_queries, _ = shipped_order(
+            config, batch, seqlen_q, heads_q, seqlen_k, heads_k, *others
+        )
+        heads_interleaved, heads_per_step = (
+            variant.order.get("heads_interleaved", heads_interleaved),
+            variant.order.get("heads_per_step", heads_per_step),
+        )
         heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
-        if not 1 <= together <= heads or abreast < 1 or (abreast > 1 and not config.by_keys) or (config.sees == "rows" and heads % abreast):
-            raise ValueError(f"{variant.name}: of {heads} heads {together} cannot descend, or {abreast} not take turns (backward/order.py)")
-        ascending = max(0, heads - together) // abreast * abreast if ascending else 0
-        return num_sms, ascending, abreast, heads - ascending if ascending else together, of_queries, 3 * num_sms // 2 + abreast * n_blocks
+        if (
+            not 1 <= heads_interleaved <= heads
+            or heads_per_step < 1
+            or (heads_per_step > 1 and not config.by_keys)
+            or (config.mask_kind == "varlen" and heads % heads_per_step)
+        ):
+            raise ValueError(
+                f"{variant.name}: of {heads} heads {heads_interleaved} cannot descend, or {heads_per_step} not take turns (backward/order.py)"
+            )
+        ascending = max(0, heads - heads_interleaved) // heads_per_step * heads_per_step if ascending else 0
+        return (
+            num_sms,
+            ascending,
+            heads_per_step,
+            heads - ascending if ascending else heads_interleaved,
+            of_queries,
+            3 * num_sms // 2 + heads_per_step * n_blocks,
+        )
 
     module = eight_bits if precision else plan if grad else forward
     shipped = module.config_of

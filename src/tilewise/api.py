@@ -389,7 +389,7 @@ def documents(
         errors.check_size("seqused_k", "documents", seqused_k.shape[0], number, "cu_seqlens_q")
         mask_tensors.append(seqused_k.to(cu_seqlens_k.device))
         used = ",seqused_k=#2"
-    text = f"{'Unread' if unread else 'Documents'}(#0,#1,inner={inner.text(mask_tensors)}{used})"
+    text = f"{'DeviceDocuments' if unread else 'Documents'}(#0,#1,inner={inner.text(mask_tensors)}{used})"
     found = {"bias": bias, "alibi_slopes": alibi_slopes, "diagonal": None, "by_document": by_document, "grad": grad}
     if alibi_slopes is not None and not by_document:
         found["diagonal"] = _document_diagonal(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[1], q.device)

@@ -295,7 +295,7 @@ def append(
     Raises:
         ShapeError, ValueError: tensors that do not fit each other, or require grad; lengths or pages that the cache does not have.
     """
-    turn = Turn(rotary_cos, rotary_sin, rotary_first, interleaved)
+    turn = RotaryArgs(rotary_cos, rotary_sin, rotary_first, interleaved)
     places, trivial = Places(page_table, cache_batch_idx, cu_seqlens), cp_world == 1 and cp_rank == 0 and cp_interleave == 1
     share = None if trivial else share_of(cp_rank, cp_world, cp_interleave)
     if slots is not None:
@@ -316,7 +316,7 @@ class Places(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-class Turn(NamedTuple):
+class RotaryArgs(NamedTuple):
     """How new keys are rotated, as `append` has it."""
 
     rotary_cos: Tensor | None
@@ -334,7 +334,7 @@ def _new_tokens(
         check_tensor("k", k, ("total_q", "heads_k", "head_dim"), OF_CACHES)
         check_size("k", "total_q", k.shape[0], asked.q.shape[0], "q")
     places = Places(asked.page_table, asked.cache_batch_idx, cu_seqlens)
-    turn = Turn(asked.rotary_cos, asked.rotary_sin, None, asked.interleaved)
+    turn = RotaryArgs(asked.rotary_cos, asked.rotary_sin, None, asked.interleaved)
     written = _to_append(*caches, k, v, asked.cache_seqlens, places, turn, asked.check, asked.share)
     decode_operator.check(asked, None if cu_seqlens is not None else k.shape[1])
     return written
@@ -353,7 +353,8 @@ def _appended_to(asked: decode_operator.Operands, written: append_operator.Opera
 
 
 def _to_append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int | None, places: Places, turn: Turn, check: bool,
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int | None, places: Places,
+    turn: RotaryArgs, check: bool,
     share: Share | None = None,
 ) -> append_operator.Operands:  # fmt: skip
     """What `append` is asked for, whose shapes, dtypes and devices are checked."""
@@ -406,7 +407,7 @@ def _to_slots(
     page_size = max(k_cache.shape[1], 1)
     page = slots.div(page_size, rounding_mode="floor")[:, None]
     places = Places(page, None, None)
-    asked = _to_append(k_cache, v_cache, k[:, None], v[:, None], slots % page_size, places, Turn(None, None, None, False), check)
+    asked = _to_append(k_cache, v_cache, k[:, None], v[:, None], slots % page_size, places, RotaryArgs(None, None, None, False), check)
     return asked._replace(skip=True)
 
 

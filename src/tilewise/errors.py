@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.jit import TracerWarning  # pyright: ignore[reportPrivateImportUsage]  (torch documents it, and does not list it)
 
 from tilewise.tangents import has_tangent
 
 # Sizes are tensors under torch.jit.trace, which warns of every comparison that they decide something. Here they decide about errors alone.
-warnings.filterwarnings("ignore", category=torch.jit.TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
+warnings.filterwarnings("ignore", category=TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
 NOT_IN_EIGHT_BITS = "numbers of 8 bits and their scales have no gradient (16-bit tensors with precision= have one)"
 MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
-_ELSEWHERE = tuple(map(torch._C._parse_dispatch_key, ("ZeroTensor", "Functionalize")))  # and so do these
+_ELSEWHERE = tuple(map(torch._C._dispatch_key_parse, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # numbers that a scale goes with
 

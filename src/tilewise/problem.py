@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS, check_memory
-from tilewise.masks import Mask, Part, Unread
+from tilewise.masks import DeviceDocuments, Mask, Part
 
 INT32 = 2**31 - 1
 Values = TypeVar("Values", np.int64, np.ndarray, Tensor)
@@ -240,7 +240,7 @@ class Call:
     @property
     def extras(self) -> Extras:
         """Its tensors besides q, k and v."""
-        ends = self.mask.ends() if isinstance(self.mask, Unread) else (None, None)
+        ends = self.mask.ends() if isinstance(self.mask, DeviceDocuments) else (None, None)
         return Extras(self.bias, self.alibi_slopes, self.sink, None, *ends, self.q_scale, self.k_scale, self.v_scale)
 
     @property

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_gradtrackingtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]  (torch documents it, and does not list it)
 
-AUTOGRAD = torch._C._parse_dispatch_key("AutogradFunctionality")
+AUTOGRAD = torch._C._dispatch_key_parse("AutogradFunctionality")
 BESIDE_AUTOGRAD = torch._C.DispatchKey.ADInplaceOrView
 _library = torch.library.Library("tilewise", "FRAGMENT")  # what is registered lives as long as this
 
@@ -27,10 +29,10 @@ def has_tangent(x: Tensor) -> bool:
 
 def _transformed(x) -> bool:
     """Whether x belongs to a derivative of torch.func that is under way."""
-    return isinstance(x, Tensor) and torch._C._functorch.is_gradtrackingtensor(x)
+    return isinstance(x, Tensor) and is_gradtrackingtensor(x)
 
 
-def watch(op: torch.library.CustomOpDef, name: str, check: Callable[..., None]) -> None:
+def watch(op: CustomOpDef, name: str, check: Callable[..., None]) -> None:
     """Call `check` on the operands of each call of `op`, called tilewise::`name`, where they still have the tangents of torch.func's transforms.
 
     Those take a tensor's tangent from it before the operator's own kernel runs, and a graph that holds the operator calls nothing else.

@@ -24,15 +24,15 @@ from tilewise.sm90 import cache, jit
 BF16 = torch.bfloat16
 
 
-def shipped(dims=(128, 128), sees="causal"):
-    return config.configure(BF16, *dims, sees)
+def shipped(dims=(128, 128), mask_kind="causal"):
+    return config.configure(BF16, *dims, mask_kind)
 
 
-@pytest.mark.parametrize("sees", ["all", "causal", "interval"])
+@pytest.mark.parametrize("mask_kind", ["full", "causal", "band"])
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
-def test_shapes_fit(dims, sees):
-    found, refused = tune.shapes(shipped(dims, sees))
-    assert found[0] == shipped(dims, sees) and len(set(found)) == len(found) > 2
+def test_shapes_fit(dims, mask_kind):
+    found, refused = tune.shapes(shipped(dims, mask_kind))
+    assert found[0] == shipped(dims, mask_kind) and len(set(found)) == len(found) > 2
     kept = {each.name for each in fields(config.Config)} - set(tune.SHAPES)
     for each in found[1:]:
         assert forecast.smem_bytes(each) <= each.shared_bytes and tune.registers(each) <= each.registers[1]
@@ -50,14 +50,14 @@ def test_manners_of_the_best():
 
 def test_manners_fit():
     """Two stages for Q do not, beside keys of 256."""
-    found = tune.manners([shipped((256, 256), "all")])
+    found = tune.manners([shipped((256, 256), "full")])
     assert found and all(each.q_stages == 1 and not tune.why_not(each) for each in found)
 
 
 @pytest.mark.parametrize("dims", config.TILES, ids=str)
 def test_what_ships_is_worth_compiling(dims):
-    for sees in ("all", "causal"):
-        assert tune.why_not(shipped(dims, sees)) == []
+    for mask_kind in ("full", "causal"):
+        assert tune.why_not(shipped(dims, mask_kind)) == []
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_outputs_of_libraries_are_caught(capfd):
 
 
 def test_a_compiled_candidate_is_kept_and_a_bad_one_is_not(kept, exported, monkeypatch):
-    good, spilled, broken = (replace(shipped((64, 64), "all"), tile_n=n) for n in (96, 112, 64))
+    good, spilled, broken = (replace(shipped((64, 64), "full"), tile_n=n) for n in (96, 112, 64))
 
     def build(launch, arguments, config, options):
         assert options == tune.REMARKS
@@ -180,7 +180,7 @@ def test_a_compiled_candidate_is_kept_and_a_bad_one_is_not(kept, exported, monke
 
 @pytest.mark.slow
 def test_processes_compile_candidates(kept):
-    candidates = [replace(shipped((64, 64), "all"), tile_n=n) for n in (96, 112)]
+    candidates = [replace(shipped((64, 64), "full"), tile_n=n) for n in (96, 112)]
     found = {each.config: each for each in tune.compile_all(candidates, 2)}
     assert set(found) == set(candidates) and all(each.registers > 0 for each in found.values())
     assert len(cache.entries()) == sum(not each.wrong for each in found.values())
@@ -198,7 +198,7 @@ def test_the_command_without_a_gpu(capsys, monkeypatch):
 def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     """Everything but the compiler and the GPU: the shipped kernel, a better one, one that spills, one that is wrong."""
     monkeypatch.setenv("COLUMNS", "250")  # so that no cell of a table is folded
-    base = shipped((64, 64), "all")
+    base = shipped((64, 64), "full")
     todo = [base, *(replace(base, tile_n=n) for n in (96, 112, 80))]
     rates = {128: 100e12, 96: 200e12, 80: None}
     monkeypatch.setattr(jit, "why_not_here", list)
@@ -222,7 +222,7 @@ def test_the_commands_table_and_choice(kept, capsys, monkeypatch, tmp_path):
     assert grammar.main(["tune", "--head-dim", "64", "--mask", "full", "--seqlen", "1024", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert (
-        "(64, 64): {'all': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, dynamic=False, q_stages=2)}," in said
+        "(64, 64): {'full': any_length(tile_m=192, tile_n=96, kv_stages=3, pingpong=True, dynamic=False, q_stages=2)}," in said
         and "8 bytes are spilled" in said
         and "missed the tolerance" in said
     )

@@ -167,7 +167,7 @@ def test_pieces_of_a_fixed_size_of_chunks(mask):
     found = run(call, **grouped)
     held(call, *found)
     narrow = {"consumers": 1, "overlap": False} | grouped
-    for others in (narrow, narrow | {"rising": False}):
+    for others in (narrow, narrow | {"causal_tiles": False}):
         assert all(map(torch.equal, found, run(call, slots=7, **others)))
     alone = replace(
         call,
@@ -242,7 +242,7 @@ def test_large_tiles(page):
 def test_many_pieces_of_few_rows(length):
     """Fewer than a warp adds up at a time, and a row or half of one a warp."""
     call = made(DecodeCase(lengths=(length, 3, 0), heads=(3, 1), dims=(64, 40), queries=(1, 1, 0), sink=True))
-    results = [run(call, pace, seed, slots, Cut(numbers=1 << 20)) for seed, pace in enumerate(PACES) for slots in (32, 5)]
+    results = [run(call, pace, seed, slots, Cut(elements_per_extra_tile=1 << 20)) for seed, pace in enumerate(PACES) for slots in (32, 5)]
     for found in results[:2]:
         held(call, *found)
     for i, found in enumerate(results[2:]):

@@ -60,7 +60,7 @@ def test_blocks_share_a_unit_or_leave_it_to_the_last(case, slots, blocks, monkey
     call, watched, want, seen = made(case), Watched(monkeypatch), None, {}
     for polls in RANGE:
         for seed, pace in enumerate(PACES):
-            found = run(call, pace, seed, slots, Cut(rows=128, numbers=1 << 20, alone=0, polls=polls))
+            found = run(call, pace, seed, slots, Cut(rows=128, elements_per_extra_tile=1 << 20, solo_speedup_x4=0, polls=polls))
             seen[polls, pace] = watched.taken()
             if want is None:
                 held(call, *(want := found))
@@ -75,10 +75,12 @@ def test_blocks_share_a_unit_or_leave_it_to_the_last(case, slots, blocks, monkey
 def test_blocks_with_more_to_do_wait_for_no_others(monkeypatch):
     """Nor does the last one of a unit add up what others wait for; of several units each has words of its own."""
     call = made(DecodeCase(lengths=(900, 700, 3, 400), heads=(9, 1), dims=(64, 40), queries=(2, 4, 0, 1)))
-    watched, want = Watched(monkeypatch), run(call, slots=13, cut=Cut(numbers=1 << 20, alone=0, polls=1))
+    watched, want = Watched(monkeypatch), run(call, slots=13, cut=Cut(elements_per_extra_tile=1 << 20, solo_speedup_x4=0, polls=1))
     held(call, *want)
     for polls in (0, FOREVER):
         for seed, pace in enumerate(PACES):
             watched.taken()
-            assert all(map(torch.equal, run(call, pace, seed, 13, Cut(numbers=1 << 20, alone=0, polls=polls)), want))
+            assert all(
+                map(torch.equal, run(call, pace, seed, 13, Cut(elements_per_extra_tile=1 << 20, solo_speedup_x4=0, polls=polls)), want)
+            )
     assert watched.taken() == ((4,), 0)

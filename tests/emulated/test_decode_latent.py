@@ -18,7 +18,7 @@ pytestmark = NEEDED
 LATENT = {"dims": (576, 512), "latent": True}
 
 
-EVERY_TILE = Cut(numbers=1 << 30)  # so that few tiles lie in several blocks
+EVERY_TILE = Cut(elements_per_extra_tile=1 << 30)  # so that few tiles lie in several blocks
 
 
 def run(call, pace: str = "random", seed: int = 0, slots: int = 4, cut: Cut = EVERY_TILE, **tuning):

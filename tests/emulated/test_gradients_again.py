@@ -40,7 +40,7 @@ class Again(Emulated):
             empty = again.empty
             again.empty = lambda *layout: (made := empty(*layout)).fill_(math.nan if made.is_floating_point() else 77)
             grads = again(q, k, v, o, lse, d_o, d_lse, extras, bias_grad)
-            lends = plan.Plan.of(call, plan.board_of(q.device)).lends
+            lends = plan.Plan.of(call, plan.gpu_of(q.device)).lends
         for each, grad in zip(x[lends:], grads[lends:], strict=False):
             assert grad.stride() == each.stride()
         assert not lends or grads[0].is_contiguous()

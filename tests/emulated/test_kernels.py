@@ -141,7 +141,7 @@ def test_heads_of_a_group_apart(mask, head_dim, monkeypatch):
     for name in ("CACHE", "WINDOW_CACHE"):
         monkeypatch.setattr(plan, name, 0)
     case = Case(**(FEWER if (mask, head_dim) == APART[0] else GROUPED) | dict(mask=mask, head_dim=head_dim))
-    assert plan.config_of(make(case, 0, grad=True)).heads_apart
+    assert plan.config_of(make(case, 0, grad=True)).block_per_q_head
     backends = [Recorded(pace, seed) for seed, pace in enumerate(PACES)]
     for backend in backends:
         conformance.run_hidden(backend, case)

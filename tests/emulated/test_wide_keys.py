@@ -70,7 +70,7 @@ def test_heads_of_a_group_apart(head_dim, monkeypatch):
     for name in ("CACHE", "WINDOW_CACHE"):
         monkeypatch.setattr(plan, name, 0)
     case = Case(**SMALL | dict(mask=Causal(), head_dim=head_dim, heads_q=6, heads_k=2))
-    assert plan.config_of(make(case, grad=True)).heads_apart
+    assert plan.config_of(make(case, grad=True)).block_per_q_head
     wide_keys.held(Behind(), case)
 
 

@@ -27,10 +27,10 @@ def test_cases(mask, dims):
         held_forward(Case(batch=2, heads_q=heads[0], heads_k=heads[1], mask=mask, dtype=("bf16", "fp16")[turn % 2], **sizes))
 
 
-@pytest.mark.parametrize("chosen", [each for each in shipped(torch.bfloat16) if each.sees in ("all", "causal", "interval")], ids=str)
+@pytest.mark.parametrize("chosen", [each for each in shipped(torch.bfloat16) if each.mask_kind in ("full", "causal", "band")], ids=str)
 def test_every_configuration_on_short_sequences(chosen):
     """Also those that calls of such lengths would not get."""
-    mask = {"all": Full(), "causal": Causal(), "interval": SlidingWindow(50, 3)}[chosen.sees]
+    mask = {"full": Full(), "causal": Causal(), "band": SlidingWindow(50, 3)}[chosen.mask_kind]
     for heads, (seqlen_q, seqlen_k) in zip((1, 2, 3) * 3, (*LENGTHS, (900, 1100)), strict=False):
         dims = {"head_dim": chosen.head_dim, "head_dim_v": chosen.head_dim_v}
         case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=2 * heads, heads_k=heads, mask=mask, dtype="bf16", **dims)

@@ -205,12 +205,12 @@ def test_random_problems(seed):
 STEPS = [(*what, fields) for what, each in LONG.items() for _, fields in each]
 
 
-@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if step[1] in ("all", "causal")], ids=str)
-def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
+@pytest.mark.parametrize(("dims", "mask_kind", "fields"), [step for step in STEPS if step[1] in ("full", "causal")], ids=str)
+def test_schedules_of_long_sequences(dims, mask_kind, fields, monkeypatch):
     """On short ones, whose edges are everywhere."""
     monkeypatch.setattr(plan, "AT_HAND", 1)
     monkeypatch.setattr(plan, "ONE_BLOCK", 0)
-    mask = {"all": Full(), "causal": Causal()}[sees]
+    mask = {"full": Full(), "causal": Causal()}[mask_kind]
     plain = plan.config_of
     monkeypatch.setattr(plan, "config_of", lambda call: plain(call).but(**fields))
     for turn, (seqlen_q, seqlen_k) in enumerate((*LENGTHS, (900, 1300))):
@@ -223,8 +223,8 @@ def test_schedules_of_long_sequences(dims, sees, fields, monkeypatch):
         held(replace(case, dtype="bf16"), run=conformance.run_spoiled)
 
 
-@pytest.mark.parametrize(("dims", "sees", "fields"), [step for step in STEPS if "finishes" in step[2]], ids=str)
-def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
+@pytest.mark.parametrize(("dims", "mask_kind", "fields"), [step for step in STEPS if "finishes" in step[2]], ids=str)
+def test_dq_finished_by_later_blocks(dims, mask_kind, fields, monkeypatch):
     """On short sequences, of so many heads that some of dQ is complete when later blocks look for it: right, and the same bits as without."""
     plain, order, compiled, given = plan.config_of, plan._order, gradients.jit.compiled, []
     monkeypatch.setattr(plan, "_order", lambda *of: (*order(*of)[:-1], 150))
@@ -234,10 +234,10 @@ def test_dq_finished_by_later_blocks(dims, sees, fields, monkeypatch):
         return (lambda *args: (given.append(args), kernel(*args))[1]) if launch == gradients.LAUNCH else kernel
 
     monkeypatch.setattr(gradients.jit, "compiled", recording)
-    persistent = sees != "causal"  # there with one block of keys a thread block, too, as long sequences have it
+    persistent = mask_kind != "causal"  # there with one block of keys a thread block, too, as long sequences have it
     for seqlen_q, seqlen_k, heads_k in ((500, 500, 16), (330, 410, 8), (129, 700, 4)):
         packs = Documents((0, seqlen_q // 3, seqlen_q), (0, seqlen_k // 3, seqlen_k), inner=Causal())
-        mask = {"all": Full(), "causal": Causal(), "interval": SlidingWindow(150, 0), "rows": packs}[sees]
+        mask = {"full": Full(), "causal": Causal(), "band": SlidingWindow(150, 0), "varlen": packs}[mask_kind]
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": 16, "heads_k": heads_k, "head_dim": dims[0] - 8}
         case = Case(batch=96 // heads_k, mask=mask, dtype="bf16", **sizes)
         for finishes in (True, False):
@@ -272,7 +272,7 @@ def test_heads_of_a_group_apart(dims, seqlens, mask, monkeypatch):
         sizes = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1], "head_dim": dims[0], "head_dim_v": dims[1]}
         case = Case(batch=3, heads_q=heads_q, heads_k=heads_k, mask=mask, dtype=dtype, lse_grad=True, **sizes)
         call, (d_o, d_lse) = make(case, 0, device="cuda", grad=True), upstream(case, 0, device="cuda")
-        assert plan.config_of(call).heads_apart
+        assert plan.config_of(call).block_per_q_head
         held(case)
         held(case, run=conformance.run_spoiled)
         o, lse = Hopper().forward(call)

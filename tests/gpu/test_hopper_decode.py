@@ -107,7 +107,7 @@ def test_chunks_in_pieces_of_a_fixed_size(mask):
     """The same bits however rows are cut, and alone."""
     call, (o, lse) = checked(DecodeCase(lengths=(6000, 300, 4000), queries=(700, 1, 300), page=16, split=64, mask=mask, **BIG))
     narrow = {"consumers": 1, "overlap": False}
-    for others in (narrow, narrow | {"rising": False}, {"rising": False}, {"overlap": False}, {"consumers": 1}):
+    for others in (narrow, narrow | {"causal_tiles": False}, {"causal_tiles": False}, {"overlap": False}, {"consumers": 1}):
         assert all(map(torch.equal, (o, lse), by_kernel(call, **others)))
     for b, (first, last) in enumerate(((0, 700), (700, 701), (701, 1001))):
         entry = {name: getattr(call, name)[b : b + 1] for name in ("seqlens", "page_table")}
@@ -181,11 +181,11 @@ def test_pieces_are_added_up(dims, heads):
     for lengths, queries in (((1024,), 1), ((8192,), 2), ((33_000,), 1), ((700, 0, 5000), (3, 1, 1))):
         call = made(DecodeCase(lengths=lengths, queries=queries, heads=heads, dims=dims, page=16), device="cuda")
         for numbers in (1 << 20, 4096, 256):
-            found = by_kernel(call, decoding.Cut(numbers=numbers))
+            found = by_kernel(call, decoding.Cut(elements_per_extra_tile=numbers))
             held(call, *found)
             for polls in (0, 1, 32, 10_000):
                 for _ in range(3):
-                    assert all(map(torch.equal, found, by_kernel(call, decoding.Cut(numbers=numbers, polls=polls))))
+                    assert all(map(torch.equal, found, by_kernel(call, decoding.Cut(elements_per_extra_tile=numbers, polls=polls))))
             assert not any(counters.any() for _, counters in workspace._KEPT.values())
 
 
@@ -201,7 +201,7 @@ def test_pieces_of_a_fixed_size_are_added_up_in_groups(split):
 
 
 MANY_PIECES = DecodeCase(lengths=(33_000,), queries=4, heads=(32, 1), dims=(128, 128))  # as many as multiprocessors, of 128 rows
-ONE_TILE = decoding.Cut(numbers=1 << 20, rows=128)
+ONE_TILE = decoding.Cut(elements_per_extra_tile=1 << 20, rows=128)
 
 
 def test_blocks_share_a_unit_however_long_they_wait():
@@ -268,7 +268,7 @@ def test_columns_of_key_heads(heads):
             assert all(map(torch.equal, *found[:2]))
 
 
-WAYS = (0, 4, None)  # `Cut.alone`
+WAYS = (0, 4, None)  # `Cut.solo_speedup_x4`
 
 
 def of_shares(batch: int, longest: int, spread: float, empty: bool) -> tuple[int, ...]:
@@ -289,7 +289,7 @@ def test_shares_of_whole_units(batch, longest, heads, queries):
         case = DecodeCase(lengths=of_shares(batch, longest, spread, empty), queries=rows, heads=heads, dims=(128, 128), page=64)
         call = made(case, device="cuda")
         for alone in WAYS:
-            cut = decoding.Cut(alone=alone)
+            cut = decoding.Cut(solo_speedup_x4=alone)
             found = by_kernel(call, cut)
             held(call, *found)
             for _ in range(3):
@@ -304,7 +304,7 @@ def test_whole_units_of_all_dims(dims):
         for more in ({}, {"mask": SlidingWindow(400, 0)}, {"sink": True, "leftpad": tuple(n // 3 for n in lengths)}):
             call = made(DecodeCase(lengths=lengths, heads=(8, 1), dims=dims, latent=latent, **more), device="cuda")
             for alone in WAYS:
-                held(call, *by_kernel(call, decoding.Cut(alone=alone)))
+                held(call, *by_kernel(call, decoding.Cut(solo_speedup_x4=alone)))
 
 
 def test_a_graph_whose_lengths_change_the_shares():
@@ -359,7 +359,7 @@ def as_exact(given, exact):
     held(exact, *found)
     assert all(map(torch.equal, found, run(given)))
     config = decoding.config_of(given)
-    alike = by_kernel(exact, decoding.Cut(rows=config.tile_m, alone=config.alone), tile_n=config.tile_n)
+    alike = by_kernel(exact, decoding.Cut(rows=config.tile_m, solo_speedup_x4=config.solo_speedup_x4), tile_n=config.tile_n)
     assert all(map(torch.equal, found, alike))
     assert not any(counters.any() for _, counters in workspace._KEPT.values())
     return found

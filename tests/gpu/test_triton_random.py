@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from needs_triton import NEEDS_TRITON
 
 from tilewise.backends.triton import Triton
-from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow, Unread
+from tilewise.masks import Causal, ChunkedCausal, DeviceDocuments, Documents, Full, SlidingWindow
 from tilewise.testing import conformance, poison, tolerance
 from tilewise.testing.cases import Case, make, upstream
 from tilewise.testing.strategies import cases, cumulative
@@ -91,7 +91,7 @@ def test_random_documents_whose_lengths_are_on_the_gpu(number):
 
 def held_by_lengths(case: Case, inner, ends: list[list[int]], case_seed: int) -> None:
     call, (d_o, d_lse) = make(case, case_seed, "cuda", grad=True), upstream(case, case_seed, "cuda")
-    unread = Unread(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ends), inner=inner)
+    unread = DeviceDocuments(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ends), inner=inner)
     hidden, hidden_d_o, hidden_d_lse = poison.hide(call, d_o, d_lse)
     given = replace(hidden, mask=unread)
     with poison.memory():

@@ -23,7 +23,7 @@ def test_cells_as_the_bench_writes_them(decode):
 
 def test_tunings(decode):
     pytest.importorskip("cutlass")
-    assert decode.tuning_from("equal: cut.alone=0, kv_stages=3") == ("equal", {"cut.alone": 0, "kv_stages": 3})
+    assert decode.tuning_from("equal: cut.solo_speedup_x4=0, kv_stages=3") == ("equal", {"cut.solo_speedup_x4": 0, "kv_stages": 3})
     with pytest.raises(argparse.ArgumentTypeError, match=r"'cut\.along' is no choice of decode\.config\.Config and decode\.call\.Cut"):
         decode.tuning_from("equal: cut.along=0")
 

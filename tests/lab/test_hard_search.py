@@ -46,7 +46,7 @@ def test_what_the_fields_do(search):
     normal = trial.inputs(search.Spec())
     assert torch.allclose(trial.inputs(search.Spec(q=2.0)).q, 4 * normal.q)
     sizes = {profile: search.Spec(profile=profile, growth=3.0, block=16)._along(64) for profile in search.PROFILES}
-    assert sizes["rising"][-1] == sizes["falling"][0] == sizes["steps"][-1] == sizes["saw"].max() == 8 and (sizes["flat"] == 1).all()
+    assert sizes["causal_tiles"][-1] == sizes["falling"][0] == sizes["steps"][-1] == sizes["saw"].max() == 8 and (sizes["flat"] == 1).all()
     jump = search.Spec(jump=5.0, jump_at=0.5, jump_keys=2)._along(64)
     assert jump.tolist() == [1.0] * 32 + [32.0] * 2 + [1.0] * 30
     shifted = trial.inputs(search.Spec(shift=30.0, alternate=True, block=32))

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.backward.config import configure
 from tilewise.bench.sets.named import gpu_shapes, paper_sweep
 from tilewise.masks import Full
 
-BOARD = plan.Board(132, 0)
+GPU = plan.Gpu(132, 0)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def of_gradients(variants, text):
 
 
 def test_a_variant(variants):
-    found = of_gradients(variants, "two: stages=4, pairwise=False, together=6")
-    assert found == ("two", {"stages": 4, "pairwise": False}, {"together": 6})
+    found = of_gradients(variants, "two: stages=4, pairwise=False, heads_interleaved=6")
+    assert found == ("two", {"stages": 4, "pairwise": False}, {"heads_interleaved": 6})
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,19 @@ def test_what_is_no_variant(variants, text, said):
 
 def test_an_order_takes_its_place(variants):
     """And leaves it again. 64 heads of 128 at 4,096, of which 8 descend: 56 ascend, or 48 where 12 take turns."""
-    given = configure(torch.bfloat16, 128, 128, "causal", 4096), 4, 4096, 16, 4096, 16, BOARD, False
+    given = configure(torch.bfloat16, 128, 128, "causal", 4096), 4, 4096, 16, 4096, 16, GPU, False
     shipped = plan._order(*given)
     assert shipped[:4] == (132, 56, 4, 8)
-    with variants.in_place(of_gradients(variants, "turns: abreast=12")):
+    with variants.in_place(of_gradients(variants, "turns: heads_per_step=12")):
         assert plan._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
-    with variants.in_place(of_gradients(variants, "down: together=16")):
+    with variants.in_place(of_gradients(variants, "down: heads_interleaved=16")):
         assert plan._order(*given) == (132, 48, 4, 16, *shipped[4:])
     assert plan._order(*given) == shipped
 
 
-@pytest.mark.parametrize("order", ["abreast=3", "abreast=0", "together=65", "together=0"])
+@pytest.mark.parametrize("order", ["heads_per_step=3", "heads_per_step=0", "heads_interleaved=65", "heads_interleaved=0"])
 def test_an_order_that_would_leave_heads_out(variants, order):
-    given = configure(torch.bfloat16, 128, 128, "rows"), 1, 4096, 64, 4096, 64, BOARD, False
+    given = configure(torch.bfloat16, 128, 128, "varlen"), 1, 4096, 64, 4096, 64, GPU, False
     with variants.in_place(of_gradients(variants, f"wrong: {order}")), pytest.raises(ValueError, match="wrong: of 64 heads"):
         plan._order(*given)
 

@@ -5,7 +5,6 @@ import torch
 
 from tilewise.machine import room
 from tilewise.sm90 import jit
-from tilewise.sm90 import room as of_jit
 
 MB = 1 << 20
 
@@ -47,7 +46,7 @@ def test_too_little_is_said_in_a_sentence(monkeypatch):
 
 
 def test_there_is_one_mechanism():
-    assert of_jit.make_room is jit.make_room is room.make_room
+    assert jit.make_room is room.make_room
 
 
 def test_a_triton_kernel_asks_once_a_gpu_and_again_after_there_was_none(monkeypatch):

@@ -227,6 +227,6 @@ def test_one_graph_serves_trees_whose_nodes_are_a_tensor():
         for a, b in zip(torch.autograd.grad(got, (q, k, v)), torch.autograd.grad(wanted, (q, k, v)), strict=True):
             torch.testing.assert_close(a, b)
     assert len(graphs) == 1
-    assert PrefixTree([-1], [3], window=1).unread().text([]) == "UnreadTree(#0,1)"
+    assert PrefixTree([-1], [3], window=1).unread().text([]) == "DeviceTree(#0,1)"
     with pytest.raises(ShapeError, match=r"nodes must be a tensor \(2, nodes\) of int64"):
-        masks.trees.UnreadTree(torch.zeros(3))
+        masks.trees.DeviceTree(torch.zeros(3))

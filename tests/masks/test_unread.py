@@ -5,25 +5,25 @@ import torch
 
 from tilewise.backends.tables.documents import by_rows, offsets
 from tilewise.errors import ShapeError
-from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow, Unread, parse
+from tilewise.masks import Causal, DeviceDocuments, Documents, FirstKeys, Full, SlidingWindow, parse
 
 CU = torch.tensor([0, 3, 3, 20, 41], dtype=torch.int32)
 KEYS = torch.tensor([0, 10, 12, 12, 50])
 
 
 def test_it_is_what_it_reads_as():
-    unread, read = Unread(CU, KEYS, Causal()), Documents(CU, KEYS, inner=Causal())
+    unread, read = DeviceDocuments(CU, KEYS, Causal()), Documents(CU, KEYS, inner=Causal())
     assert unread == read and hash(unread) == hash(read) and unread.read() == read
     assert unread.planes(45, 50) == read.planes(45, 50)
     assert (unread.dense(45, 50) == read.dense(45, 50)).all()
     tensors = []
     again = parse(unread.text(tensors), tensors)
-    assert isinstance(again, Unread) and again == unread and tensors[0] is CU
+    assert isinstance(again, DeviceDocuments) and again == unread and tensors[0] is CU
     assert ((unread & SlidingWindow(2, 0)).dense(45, 50) == (read & SlidingWindow(2, 0)).dense(45, 50)).all()
 
 
 def test_a_combined_mask_is_told_apart_by_what_its_tensors_hold():
-    one, other = (Unread(cu, cu, Full()) & SlidingWindow(2, 0) for cu in (torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9])))
+    one, other = (DeviceDocuments(cu, cu, Full()) & SlidingWindow(2, 0) for cu in (torch.tensor([0, 3, 9]), torch.tensor([0, 5, 9])))
     assert one != other and not torch.equal(one.dense(9, 9), other.dense(9, 9))
 
 
@@ -33,13 +33,13 @@ def test_bad_values_raise_as_those_of_documents(wrong):
     with pytest.raises(ShapeError) as expected:
         Documents(wrong).planes(45, 50)
     with pytest.raises(ShapeError) as found:
-        Unread(wrong, wrong, Full()).check(45, 50)
+        DeviceDocuments(wrong, wrong, Full()).check(45, 50)
     assert str(found.value) == str(expected.value)
 
 
 def test_values_are_checked_once_and_again_after_a_write():
     ends = torch.tensor([0, 10])
-    mask = Unread(ends, ends, Full())
+    mask = DeviceDocuments(ends, ends, Full())
     mask.check(20, 20)
     mask.check(20, 20)
     ends[1] = 30

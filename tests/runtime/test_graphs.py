@@ -28,7 +28,7 @@ ENDS = torch.tensor([0, 4], dtype=torch.int32, device="cpu")
 CALLS = {  # dtype, head_dim, mask, its tensors, backend, drawn: whether it reads
     "plain": (torch.bfloat16, 64, "Causal()", [], None, False, False),
     "8 bits": (torch.float8_e4m3fn, 128, "Causal()", [], None, False, False),
-    "packed": (torch.float16, 64, "Unread(#0,#1,inner=Full())", [ENDS, ENDS], None, False, False),
+    "packed": (torch.float16, 64, "DeviceDocuments(#0,#1,inner=Full())", [ENDS, ENDS], None, False, False),
     "by name": (torch.float16, 256, "Full()", [], "hopper", False, False),
     "fp32": (torch.float32, 64, "Causal()", [], None, False, True),
     "large heads": (torch.bfloat16, 264, "Causal()", [], None, False, True),

@@ -75,20 +75,20 @@ def of_append(changes: dict) -> Kernel:
     return Kernel(f"append {changes}", append_call.LAUNCH, append_call.arguments, append_call.Appending(**changes), remarks=False)
 
 
-def of_bias(sums: tuple, sees: str, everything: bool, bias: torch.dtype) -> Kernel:
+def of_bias(sums: tuple, mask_kind: str, everything: bool, bias: torch.dtype) -> Kernel:
     in_rows, whole, chunks, chunks_v = sums
     changes = {"softcap": True, "alibi": True, "diagonal": True} if everything else {}
     shape = {"rows": in_rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
     pairs = in_rows and bias.itemsize == 2
-    config = bias_gradient.Config(dtype=torch.bfloat16, bias=bias, bias_pairs=pairs, sees=sees, **shape, **changes)
-    return Kernel(f"bias {sees} {chunks} {chunks_v}", bias_gradient.LAUNCH, bias_gradient.arguments, config)
+    config = bias_gradient.Config(dtype=torch.bfloat16, bias=bias, bias_pairs=pairs, mask_kind=mask_kind, **shape, **changes)
+    return Kernel(f"bias {mask_kind} {chunks} {chunks_v}", bias_gradient.LAUNCH, bias_gradient.arguments, config)
 
 
 def of_intervals() -> list[Kernel]:
-    """The small kernels ahead of "rows"."""
+    """The small kernels ahead of "varlen"."""
     return [
-        Kernel("intervals of rows", *rows.kernel(forward.configure(torch.bfloat16, 128, 128, "rows"))),
-        Kernel("intervals of columns", *tables.kernel(backward.configure(torch.bfloat16, 128, 128, "rows"))),
+        Kernel("intervals of rows", *rows.kernel(forward.configure(torch.bfloat16, 128, 128, "varlen"))),
+        Kernel("intervals of columns", *tables.kernel(backward.configure(torch.bfloat16, 128, 128, "varlen"))),
     ]
 
 
@@ -101,7 +101,7 @@ def of_sinks() -> list[Kernel]:
 
 
 def _tile(config) -> str:
-    return f"{config.head_dim} {config.head_dim_v} {config.sees} {str(config.dtype).removeprefix('torch.')}"
+    return f"{config.head_dim} {config.head_dim_v} {config.mask_kind} {str(config.dtype).removeprefix('torch.')}"
 
 
 OF_RUNGS = list(itertools.product(EVERY, (64, 128), (False, True)))
@@ -114,27 +114,27 @@ DROPOUT = {"dropout": True}
 EVERY_CHANGE = {"softcap": True, "bias": torch.float32, "alibi": True, "diagonal": True, "sink": True}
 CHANGED = [
     ((128, 128), "causal", {"softcap": True}),
-    ((128, 128), "all", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
-    ((64, 64), "interval", {"alibi": True}),
-    *((dims, ("all", "interval")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
-    ((64, 64), "all", {"row_max": True}),
+    ((128, 128), "full", {"bias": torch.bfloat16, "bias_pairs": True, "sink": True}),
+    ((64, 64), "band", {"alibi": True}),
+    *((dims, ("full", "band")[i % 2], EVERY_CHANGE) for i, dims in enumerate(forward.TILES)),
+    ((64, 64), "full", {"row_max": True}),
     ((256, 256), "causal", EVERY_CHANGE | {"row_max": True}),
-    ((64, 64), "all", DROPOUT),
+    ((64, 64), "full", DROPOUT),
     ((128, 128), "causal", DROPOUT),
 ]
 CHANGED_TOO = [
-    *((dims, sees, EVERY_CHANGE) for dims in forward.TILES for sees in ("all", "interval")),
+    *((dims, mask_kind, EVERY_CHANGE) for dims in forward.TILES for mask_kind in ("full", "band")),
     *((dims, "causal", {"softcap": True}) for dims in forward.TILES),
-    *((dims, "interval", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
-    *((dims, sees, {"row_max": True}) for dims in forward.TILES for sees in ("all", "causal", "interval")),
-    *((dims, sees, DROPOUT) for dims in forward.TILES for sees in ("all", "causal", "interval")),
-    *((dims, "interval", EVERY_CHANGE | DROPOUT) for dims in forward.TILES),
+    *((dims, "band", {"bias": torch.bfloat16, "sink": True}) for dims in forward.TILES),
+    *((dims, mask_kind, {"row_max": True}) for dims in forward.TILES for mask_kind in ("full", "causal", "band")),
+    *((dims, mask_kind, DROPOUT) for dims in forward.TILES for mask_kind in ("full", "causal", "band")),
+    *((dims, "band", EVERY_CHANGE | DROPOUT) for dims in forward.TILES),
 ]
-RUNS = [(dims, sees, changes) for dims in forward.TILES for sees in ("rows", "runs") for changes in (EVERY_CHANGE, DROPOUT)]
+RUNS = [(dims, mask_kind, changes) for dims in forward.TILES for mask_kind in ("varlen", "tiles") for changes in (EVERY_CHANGE, DROPOUT)]
 
 
-def changed_forward(dims, sees, changes) -> Kernel:
-    return of_forward(forward.configure(torch.bfloat16, *dims, sees, **changes))
+def changed_forward(dims, mask_kind, changes) -> Kernel:
+    return of_forward(forward.configure(torch.bfloat16, *dims, mask_kind, **changes))
 
 
 # Decode
@@ -144,7 +144,7 @@ DECODE = [((128, 128), 0, {}), ((128, 128), 16, DECODE_CHANGES), ((256, 256), 64
 DECODE += [((576, 512), 64, {}), ((576, 512), 8, DECODE_CHANGES)]
 DECODE.append(((128, 128), 64, {"rotary": decoding.Rotary(64, False, torch.float32)}))
 DECODE.append(((128, 128), 16, {"wide": ("seqlens", "pages"), "leftpad": True}))
-DECODE_CHUNK = {"rising": True, "consumers": 2} | decoding.CHUNK
+DECODE_CHUNK = {"causal_tiles": True, "consumers": 2} | decoding.CHUNK
 DECODE.append(((128, 128), 64, {"ragged": True} | DECODE_CHUNK))
 DECODE.append(((128, 128), 64, {"onto": True}))
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -189,7 +189,7 @@ DECODE_TOO += [
     )
 ]
 DECODE_TOO += [(dims, 16, {"consumers": 2}) for dims in decoding.WIDE]
-DECODE_TOO += [(dims, page, {"rising": True} | DECODE_CHANGES) for dims in decoding.TILES for page in (4, 16)]
+DECODE_TOO += [(dims, page, {"causal_tiles": True} | DECODE_CHANGES) for dims in decoding.TILES for page in (4, 16)]
 DECODE_TOO = [case for case in DECODE_TOO if case not in DECODE]
 
 APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int64, "rotary": torch.float32, "cu_seqlens": torch.int32}]
@@ -197,53 +197,57 @@ APPEND = [{"dtype": torch.bfloat16}, {"dtype": torch.float16, "pages": torch.int
 # In 8 bits
 
 EIGHT_BITS = [  # dtype of Q and K, head_dim, sees, centred (by the quantiser), and what else is unusual
-    *((torch.int8, 128, sees, True, {}) for sees in ("all", "causal", "interval")),
+    *((torch.int8, 128, mask_kind, True, {}) for mask_kind in ("full", "causal", "band")),
     *((dtype, head_dim, "causal", True, {}) for dtype in (torch.int8, E4M3) for head_dim in (64, 256)),
-    (E4M3, 128, "all", False, {}),
-    (E4M3, 256, "all", False, {"tiles_of_values": True}),
-    (torch.int8, 256, "runs", True, {}),
+    (E4M3, 128, "full", False, {}),
+    (E4M3, 256, "full", False, {"tiles_of_values": True}),
+    (torch.int8, 256, "tiles", True, {}),
     (torch.int8, 256, "causal", True, {"few": True}),
 ]
 EIGHT_BITS_TOO = [
-    *itertools.product((torch.int8, E4M3), (64, 128, 256), ("all", "causal", "interval"), (False, True), ({},)),
-    *itertools.product((torch.int8, E4M3), (256,), ("all", "causal", "interval"), (True,), ({"few": True},)),
-    *itertools.product((torch.int8, E4M3), (256,), ("all", "causal", "interval"), (False,), ({"tiles_of_values": True},)),
+    *itertools.product((torch.int8, E4M3), (64, 128, 256), ("full", "causal", "band"), (False, True), ({},)),
+    *itertools.product((torch.int8, E4M3), (256,), ("full", "causal", "band"), (True,), ({"few": True},)),
+    *itertools.product((torch.int8, E4M3), (256,), ("full", "causal", "band"), (False,), ({"tiles_of_values": True},)),
     *itertools.product(
-        (torch.int8, E4M3), (128,), ("all", "causal"), (False,), ({"tiles_of_values": True},)
-    ),  # int8 "interval" spills 16 bytes
-    *((E4M3, 256, "runs", centred, {}) for centred in (False, True)),
+        (torch.int8, E4M3), (128,), ("full", "causal"), (False,), ({"tiles_of_values": True},)
+    ),  # int8 "band" spills 16 bytes
+    *((E4M3, 256, "tiles", centred, {}) for centred in (False, True)),
 ]
 EIGHT_BITS_TOO = [case for case in EIGHT_BITS_TOO if case not in EIGHT_BITS]
 TOKENS = [  # dtype of Q and K, (head_dim, head_dim_v), sees, which of K and V have a scale for each token
     (torch.int8, (64, 64), "causal", (True, True)),
-    (E4M3, (128, 128), "all", (True, True)),
-    (torch.int8, (128, 128), "interval", (True, False)),
+    (E4M3, (128, 128), "full", (True, True)),
+    (torch.int8, (128, 128), "band", (True, False)),
     (E4M3, (256, 128), "causal", (False, True)),
 ]
 TOKENS_TOO = [
     *(
-        (dtype, dims, sees, (True, True))
+        (dtype, dims, mask_kind, (True, True))
         for dtype in (torch.int8, E4M3)
         for dims in eight_bits.TILES
-        for sees in ("all", "causal", "interval")
+        for mask_kind in ("full", "causal", "band")
     )
 ]
 TOKENS_TOO = [case for case in TOKENS_TOO if case not in TOKENS]
 TRANSPOSERS = [(64, (False, False)), (128, (True, True)), (256, (False, True))]
 WIDE_VALUES = [  # (head_dim, head_dim_v), sees, long, changes of the scores
-    *((dims, "all", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
+    *((dims, "full", True, {}) for dims in eight_bits.TILES_OF_WIDE_VALUES),
     *((dims, "causal", True, {}) for dims in ((64, 64), (128, 128))),
-    ((128, 128), "interval", False, {}),
-    ((64, 64), "interval", False, {"softcap": True, "alibi": True, "diagonal": True, "sink": True, "row_max": True}),
+    ((128, 128), "band", False, {}),
+    ((64, 64), "band", False, {"softcap": True, "alibi": True, "diagonal": True, "sink": True, "row_max": True}),
 ]
 WIDE_VALUES_TOO = [
     *(
-        (dims, sees, long, {})
+        (dims, mask_kind, long, {})
         for dims in eight_bits.TILES_OF_WIDE_VALUES
-        for sees in ("all", "causal", "interval", "rows", "runs")
+        for mask_kind in ("full", "causal", "band", "varlen", "tiles")
         for long in (False, True)
     ),
-    *((dims, sees, False, WIDE_VALUES[-1][-1]) for dims in eight_bits.TILES_OF_WIDE_VALUES for sees in ("all", "causal", "rows", "runs")),
+    *(
+        (dims, mask_kind, False, WIDE_VALUES[-1][-1])
+        for dims in eight_bits.TILES_OF_WIDE_VALUES
+        for mask_kind in ("full", "causal", "varlen", "tiles")
+    ),
 ]
 WIDE_VALUES_TOO = [case for case in WIDE_VALUES_TOO if case not in WIDE_VALUES]
 QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made
@@ -252,15 +256,15 @@ QUANTISERS = [  # dtype of Q and K, head_dim, whether V is made
 ]
 
 
-def of_eight_bits(dtype: torch.dtype, head_dim: int, sees: str, centred: bool, fields: dict) -> Kernel:
-    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, sees, long=True, centred=centred, **fields)
-    return Kernel(f"8 bits {dtype} {head_dim} {sees} {fields}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+def of_eight_bits(dtype: torch.dtype, head_dim: int, mask_kind: str, centred: bool, fields: dict) -> Kernel:
+    config = eight_bits.configure(dtype, torch.bfloat16, head_dim, head_dim, mask_kind, long=True, centred=centred, **fields)
+    return Kernel(f"8 bits {dtype} {head_dim} {mask_kind} {fields}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
-def of_tokens(dtype: torch.dtype, dims: tuple[int, int], sees: str, tokens: tuple[bool, bool]) -> Kernel:
+def of_tokens(dtype: torch.dtype, dims: tuple[int, int], mask_kind: str, tokens: tuple[bool, bool]) -> Kernel:
     fields = {"tokens_k": tokens[0], "tokens_v": tokens[1], "tiles_of_values": tokens[1]}
-    config = eight_bits.configure(dtype, torch.bfloat16, *dims, sees, long=True, centred=False, **fields)
-    return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+    config = eight_bits.configure(dtype, torch.bfloat16, *dims, mask_kind, long=True, centred=False, **fields)
+    return Kernel(f"8 bits, scales of tokens, {dtype} {dims} {mask_kind}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
@@ -269,9 +273,9 @@ def of_transposer(head_dim: int, tokens: tuple[bool, bool]) -> Kernel:
     return Kernel(f"transposer {head_dim} {tokens}", eight_bits_call.TRANSPOSE, eight_bits_call.transpose_arguments, config)
 
 
-def of_wide_values(dims: tuple[int, int], sees: str, long: bool, changes: dict) -> Kernel:
-    config = eight_bits.configure(torch.int8, torch.bfloat16, *dims, sees, long=long, centred=True, wide_values=True, **changes)
-    return Kernel(f"8 and 16 bits {dims} {sees}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
+def of_wide_values(dims: tuple[int, int], mask_kind: str, long: bool, changes: dict) -> Kernel:
+    config = eight_bits.configure(torch.int8, torch.bfloat16, *dims, mask_kind, long=long, centred=True, wide_values=True, **changes)
+    return Kernel(f"8 and 16 bits {dims} {mask_kind}", eight_bits_call.LAUNCH, eight_bits_call.arguments, config)
 
 
 def of_quantiser(dtype: torch.dtype, head_dim: int, values: bool) -> Kernel:
@@ -281,20 +285,20 @@ def of_quantiser(dtype: torch.dtype, head_dim: int, values: bool) -> Kernel:
 
 # Backward
 
-SEES = ("all", "causal", "interval", "rows", "runs")
+SEES = ("full", "causal", "band", "varlen", "tiles")
 SHAPES = list(itertools.product(backward.TILES, SEES))
 
 
-def few_keys(dims, sees, changes, dtype=torch.bfloat16):
-    return backward.configure(dtype, *dims, sees, few=True, **changes)
+def few_keys(dims, mask_kind, changes, dtype=torch.bfloat16):
+    return backward.configure(dtype, *dims, mask_kind, few=True, **changes)
 
 
-def many_keys(dims, sees, changes):
-    return backward.configure(torch.bfloat16, *dims, sees, **changes)
+def many_keys(dims, mask_kind, changes):
+    return backward.configure(torch.bfloat16, *dims, mask_kind, **changes)
 
 
-def of_length(dims, sees, least, dtype=torch.bfloat16):
-    return backward.configure(dtype, *dims, sees, least)
+def of_length(dims, mask_kind, least, dtype=torch.bfloat16):
+    return backward.configure(dtype, *dims, mask_kind, least)
 
 
 FEW = [shape for shape in SHAPES if few_keys(*shape, {}).one_block]
@@ -305,15 +309,15 @@ STEPS += [(dims, "causal", backward.PERSISTENT_UP_TO + 1) for dims in ((64, 64),
 DTYPES = torch.bfloat16, torch.float16
 LONG = [(*step, dtype) for step in STEPS for dtype in DTYPES if (step[-1], dtype) != (1, torch.bfloat16)]
 
-APART = [*itertools.product(((64, 64), (96, 96), (128, 128)), ("causal", "interval")), ((128, 128), "causal", 8192)]
+APART = [*itertools.product(((64, 64), (96, 96), (128, 128)), ("causal", "band")), ((128, 128), "causal", 8192)]
 
 
-def heads_apart(dims, sees, least=2048, dtype=torch.bfloat16):
-    return plan.heads_apart(of_length(dims, sees, least, dtype))
+def block_per_q_head(dims, mask_kind, least=2048, dtype=torch.bfloat16):
+    return plan.block_per_q_head(of_length(dims, mask_kind, least, dtype))
 
 
 APART_TOO = [
-    *((dims, sees, 2048, torch.float16) for dims in ((64, 64), (128, 128)) for sees in ("causal", "interval")),
+    *((dims, mask_kind, 2048, torch.float16) for dims in ((64, 64), (128, 128)) for mask_kind in ("causal", "band")),
     *((dims, "causal", least) for dims in ((64, 64), (128, 128), (104, 104), (40, 40)) for least in (1, 300, 20000)),
 ]
 SMALLER = (40, 40), (72, 72), (104, 104), (136, 128)
@@ -330,14 +334,14 @@ BACKWARD_CHANGES = (
 )
 BACKWARD_CHANGED = [  # all at once for every head_dim, which takes the most registers, under one mask after another
     (dims, SEES[i % len(SEES)], BACKWARD_CHANGES[-1]) for i, dims in enumerate(backward.TILES)
-] + [((64, 64), "causal", DROPOUT), ((128, 128), "all", DROPOUT)]
+] + [((64, 64), "causal", DROPOUT), ((128, 128), "full", DROPOUT)]
 _OF_ALL_SHAPES = [(*shape, changes) for shape in SHAPES for changes in (*BACKWARD_CHANGES, DROPOUT, BACKWARD_CHANGES[-1] | DROPOUT)]
 BACKWARD_CHANGED_TOO = [
     case
     for case in (*_OF_ALL_SHAPES, *itertools.product((*SMALLER, (200, 200)), SEES, BACKWARD_CHANGES[::5]))
     if case not in BACKWARD_CHANGED
 ]
-MOST_WITH_TABLES = ((256, 256), "runs", BACKWARD_CHANGES[-1])
+MOST_WITH_TABLES = ((256, 256), "tiles", BACKWARD_CHANGES[-1])
 OF_FEW_KEYS_TOO = [case for case in _OF_ALL_SHAPES if few_keys(*case) != many_keys(*case) and case != MOST_WITH_TABLES]
 
 
@@ -346,7 +350,7 @@ def shipped_backward() -> Iterator[backward.Config]:
     yield from (many_keys(*shape, {}) for shape in SHAPES)
     yield from (few_keys(*shape, {}, dtype) for shape in FEW for dtype in DTYPES)
     yield from (of_length(*case) for case in LONG + OF_SMALLER_HEADS)
-    yield from (heads_apart(*case) for case in APART)
+    yield from (block_per_q_head(*case) for case in APART)
     yield from (many_keys(*case) for case in BACKWARD_CHANGED)
     yield few_keys(*MOST_WITH_TABLES)
 
@@ -354,9 +358,9 @@ def shipped_backward() -> Iterator[backward.Config]:
 def shipped_backward_too() -> Iterator[backward.Config]:
     """Of what `make test-slow` adds."""
     yield from (of_length(*case) for case in OF_SMALLER_HEADS_TOO)
-    yield from (heads_apart(*case) for case in APART_TOO)
+    yield from (block_per_q_head(*case) for case in APART_TOO)
     yield from (many_keys(*case) for case in BACKWARD_CHANGED_TOO)
-    yield from (many_keys(dims, "runs", {}).but(planes_apart=True) for dims in ((64, 64), (96, 96), (128, 128)))
+    yield from (many_keys(dims, "tiles", {}).but(q_heads_in_turn=True) for dims in ((64, 64), (96, 96), (128, 128)))
     yield from (few_keys(*case) for case in OF_FEW_KEYS_TOO)
 
 
@@ -365,14 +369,14 @@ def shipped_backward_too() -> Iterator[backward.Config]:
 
 WIDE_KEYS = (
     *(many_keys(dims, SEES[i % len(SEES)], {}) for i, dims in enumerate(backward.TILES)),
-    heads_apart(*APART[4]),
-    of_length((128, 128), "all", 8192),
+    block_per_q_head(*APART[4]),
+    of_length((128, 128), "full", 8192),
     few_keys((64, 64), "causal", {}, torch.float16),
 )
 WIDE_KEYS_TOO = (
     *(many_keys(*shape, {}) for shape in SHAPES),
     *(of_length(*case) for case in LONG if case[-1] == torch.bfloat16),
-    *(heads_apart(*case) for case in APART),
+    *(block_per_q_head(*case) for case in APART),
     *(many_keys(*case) for case in BACKWARD_CHANGED),
     *(few_keys(*shape, {}) for shape in FEW),
 )
@@ -385,8 +389,8 @@ REPAIRS_TOO = [each for each in of_repairs([*shipped_backward_too(), *WIDE_KEYS_
 # A bias's gradient
 
 SUMS = (True, True, 1, 1), (True, False, 4, 4), (False, True, 2, 2), (False, False, 3, 2)  # rows, whole, chunks, chunks_v
-BIAS_GRADIENTS = [(SUMS[i % len(SUMS)], sees, i % 4 // 2) for i, sees in enumerate(("band", "rows", "runs") * 2)]
-BIAS_GRADIENTS_TOO = [case for case in itertools.product(SUMS, ("band", "rows", "runs"), (0, 1)) if case not in BIAS_GRADIENTS]
+BIAS_GRADIENTS = [(SUMS[i % len(SUMS)], mask_kind, i % 4 // 2) for i, mask_kind in enumerate(("band", "varlen", "tiles") * 2)]
+BIAS_GRADIENTS_TOO = [case for case in itertools.product(SUMS, ("band", "varlen", "tiles"), (0, 1)) if case not in BIAS_GRADIENTS]
 BIASES = torch.bfloat16, torch.float32
 
 

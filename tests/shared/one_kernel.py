@@ -26,7 +26,7 @@ class Exported:
 @pytest.fixture(scope="session")
 def small():
     """A kernel that ships."""
-    return jit.Kernel(LAUNCH, arguments, config.configure(torch.bfloat16, 64, 64, "all", 384, 384))
+    return jit.Kernel(LAUNCH, arguments, config.configure(torch.bfloat16, 64, 64, "full", 384, 384))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from tilewise.backends import eight_bits
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.bound import Bound
 from tilewise.backends.triton.kernels import eight_bits as kernels
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.problem import Call
 from tilewise.testing import poison
 
@@ -27,8 +27,8 @@ from tilewise.testing import poison
 def moved(call: Call, device: str) -> Call:
     """Its tensors there, its mask's lengths too."""
     fields: dict = {name: x.to(device) for name, x in vars(call).items() if isinstance(x, Tensor)}
-    if isinstance(call.mask, Unread):
-        fields["mask"] = Unread(call.mask.cu_seqlens_q.to(device), call.mask.cu_seqlens_k.to(device), inner=call.mask.inner)
+    if isinstance(call.mask, DeviceDocuments):
+        fields["mask"] = DeviceDocuments(call.mask.cu_seqlens_q.to(device), call.mask.cu_seqlens_k.to(device), inner=call.mask.inner)
     return replace(call, **fields)
 
 
@@ -116,7 +116,7 @@ def packed(way: str, device: str = "cpu") -> None:
         for x, end in zip((q, k, v), (ends[0][-1], ends[1][-1], ends[1][-1]), strict=True):
             x[:, end:] = 1e30
         cu_seqlens = (torch.tensor(x, dtype=torch.int32) for x in ends)
-        given = replace(call, q=q, k=k, v=v, mask=Unread(*cu_seqlens, inner=tw.Causal()))
+        given = replace(call, q=q, k=k, v=v, mask=DeviceDocuments(*cu_seqlens, inner=tw.Causal()))
         results = computed(given, device)
         held(replace(given, mask=Documents(*ends, inner=tw.Causal())), *results)
 

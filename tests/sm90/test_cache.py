@@ -97,7 +97,7 @@ def test_an_entry_under_another_name_is_not_taken(kept, small, builds, path):
 
 def test_every_field_of_the_configuration_is_told_apart(kept, small):
     launch, plain = small[0], replace(small[2], alibi=True)  # without ALiBi there is no `diagonal`
-    others = {"dtype": torch.float16, "sees": "causal"}
+    others = {"dtype": torch.float16, "mask_kind": "causal"}
     changed = [replace(plain, **{each.name: others.get(each.name, f"{getattr(plain, each.name)}0")}) for each in fields(plain)]
     paths = {cache.entry(launch, each, "sm_90a") for each in (plain, *changed)}
     paths |= {cache.entry(launch, plain, "sm_90"), cache.entry(f"{launch}_other", plain, "sm_90a")}
@@ -214,7 +214,7 @@ def test_entries_of_a_folder_that_became_read_only_are_used(kept, small, builds,
 
 def test_what_was_not_used_for_longest_goes_first(kept, small, exported, monkeypatch):
     dtypes, heads = (torch.bfloat16, torch.float16), (64, 96)
-    paths = [cache.entry(small[0], config.configure(dtype, dim, dim, "all"), "sm_90a") for dtype in dtypes for dim in heads]
+    paths = [cache.entry(small[0], config.configure(dtype, dim, dim, "full"), "sm_90a") for dtype in dtypes for dim in heads]
     for age, each in enumerate(paths[:3]):
         assert cache.store(each, exported)
         os.utime(each, (1e9 + age, 1e9 + age))
@@ -265,7 +265,7 @@ start = time.perf_counter()
 from tilewise.backends.hopper.forward import config
 from tilewise.backends.hopper.forward.call import arguments
 from tilewise.sm90.jit import compiled
-function = compiled(sys.argv[1], arguments, config.configure(torch.bfloat16, 64, 64, "all"))
+function = compiled(sys.argv[1], arguments, config.configure(torch.bfloat16, 64, 64, "full"))
 seconds = time.perf_counter() - start
 print(json.dumps({"seconds": seconds, "kind": type(function).__module__, "dsl": "cutlass" in sys.modules}))
 """

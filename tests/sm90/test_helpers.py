@@ -238,7 +238,7 @@ def test_what_is_compiled_ahead():
 
 
 def test_a_bias_is_compiled_ahead_where_its_gradient_is_wanted(monkeypatch):
-    monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
+    monkeypatch.setattr(backward.planning, "gpu_of", lambda device: backward.planning.Gpu(132, 0))
     bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta")
     assert len(backward.ahead(call_of(Full(), bias=bias))) == 2
     call = call_of(Full(), bias=bias.requires_grad_())
@@ -273,7 +273,7 @@ assert torch.Tensor is Tensor
 
 def test_a_helper_does_without_torch(on, monkeypatch):
     """All kinds of kernels that are compiled ahead are the same kernels to it."""
-    monkeypatch.setattr(backward.planning, "board_of", lambda device: backward.planning.Board(132, 0))
+    monkeypatch.setattr(backward.planning, "gpu_of", lambda device: backward.planning.Gpu(132, 0))
     bias = torch.zeros(1, 1, 512, 512, dtype=torch.bfloat16, device="meta").requires_grad_()
     sink = torch.zeros(call_of(Full()).heads_q, dtype=torch.bfloat16, device="meta")
     calls = (

@@ -46,25 +46,29 @@ def sample() -> dict[str, tuple]:
     for i, dims in enumerate(backward.TILES):
         for j in range(2):
             dtype, changed = (torch.bfloat16, torch.float16)[(i + j) % 2], changes if i % 3 == j else {}
-            sees = ("all", "causal", "interval", "rows", "runs")[(i + 2 * j) % 5]
-            key = f"forward {dims} {sees} {dtype} {sorted(changed)}"
-            found[key] = forward_call.LAUNCH, forward_call.arguments, forward.configure(dtype, *dims, sees, **changed)
-            sees = ("all", "causal", "interval", "rows", "runs")[(i + 2 * j) % 5]
-            key = f"backward {dims} {sees} {dtype} {sorted(changed)}"
-            config = backward.configure(dtype, *dims, sees, (1, 4096)[j], few=i % 4 == 3, **changed)
+            mask_kind = ("full", "causal", "band", "varlen", "tiles")[(i + 2 * j) % 5]
+            key = f"forward {dims} {mask_kind} {dtype} {sorted(changed)}"
+            found[key] = forward_call.LAUNCH, forward_call.arguments, forward.configure(dtype, *dims, mask_kind, **changed)
+            mask_kind = ("full", "causal", "band", "varlen", "tiles")[(i + 2 * j) % 5]
+            key = f"backward {dims} {mask_kind} {dtype} {sorted(changed)}"
+            config = backward.configure(dtype, *dims, mask_kind, (1, 4096)[j], few=i % 4 == 3, **changed)
             found[key] = backward_call.LAUNCH, backward_call.arguments, config
             for launched in repairs.kernels(config):
-                found[f"repair {dims} {sees} {dtype} {sorted(changed)}"] = launched
-    for dims, sees, changed in (((64, 64), "interval", {}), ((128, 128), "rows", changes), ((256, 256), "runs", {})):
-        changed, named = changed | {"dropout": True}, f"{dims} {sees} dropout {sorted(changed)}"
-        found[f"forward {named}"] = forward_call.LAUNCH, forward_call.arguments, forward.configure(torch.bfloat16, *dims, sees, **changed)
-        config = backward.configure(torch.bfloat16, *dims, sees, **changed)
+                found[f"repair {dims} {mask_kind} {dtype} {sorted(changed)}"] = launched
+    for dims, mask_kind, changed in (((64, 64), "band", {}), ((128, 128), "varlen", changes), ((256, 256), "tiles", {})):
+        changed, named = changed | {"dropout": True}, f"{dims} {mask_kind} dropout {sorted(changed)}"
+        found[f"forward {named}"] = (
+            forward_call.LAUNCH,
+            forward_call.arguments,
+            forward.configure(torch.bfloat16, *dims, mask_kind, **changed),
+        )
+        config = backward.configure(torch.bfloat16, *dims, mask_kind, **changed)
         found[f"backward {named}"] = backward_call.LAUNCH, backward_call.arguments, config
         (found[f"repair {named}"],) = repairs.kernels(config)
-    for rows, sees in itertools.product((False, True), ("band", "rows", "runs")):
+    for rows, mask_kind in itertools.product((False, True), ("band", "varlen", "tiles")):
         shape = {"rows": rows, "whole": True, "chunks": 2, "chunks_v": 2}
-        config = bias.Config(dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, sees=sees, dropout=rows, **shape)
-        found[f"bias {rows} {sees}"] = bias.LAUNCH, bias.arguments, config
+        config = bias.Config(dtype=torch.bfloat16, bias=torch.float32, bias_pairs=False, mask_kind=mask_kind, dropout=rows, **shape)
+        found[f"bias {rows} {mask_kind}"] = bias.LAUNCH, bias.arguments, config
     return found
 
 

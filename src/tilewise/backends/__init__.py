@@ -9,6 +9,8 @@ from torch import Tensor
 from tilewise.masks import Mask
 from tilewise.problem import AppendCall, Call, DecodeCall, Gradients, Problem
 
+OfInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # dQ, dK, dV, dBias and dSink
+
 
 class Bound(Protocol):
     """A call whose kernel and arguments were found, as a function of tensors of the same shapes, strides and dtypes: `Backend.bind`."""
@@ -38,10 +40,11 @@ class Bound(Protocol):
         d_lse: Tensor | None,
         extras: tuple[Tensor | None, ...],
         bias_grad: bool,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> OfInputs:
         """dQ, dK, dV, dBias (None unless `bias_grad`) and dSink, from what `forward` returned, dO and dLSE. LSE is contiguous. The first three lie in
         memory as q, k and v do (`problem.gradient_like`) where the backend can have them so. They are the caller's, who turns them in place.
         """
+        ...
 
 
 class BoundDecode(Protocol):
@@ -56,6 +59,7 @@ class BoundDecode(Protocol):
         given: as DecodeTensors; seqlens: (batch,), lengths with new tokens; out: None, or a tensor apart from all others, shaped as O, that may be
         written and returned as O.
         """
+        ...
 
 
 class Backend(Protocol):
@@ -75,7 +79,7 @@ class Backend(Protocol):
 
     def reads(self, problem: Problem) -> bool:
         """Whether it reads values of tensors on a GPU on the host for a problem that it runs, so that no CUDA graph can hold the call. Of masks that
-        hold tensors it is asked about packed documents alone (`masks.Unread`).
+        hold tensors it is asked about packed documents alone (`masks.DeviceDocuments`).
         """
         return True
 

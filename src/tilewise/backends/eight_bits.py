@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import EIGHT_BITS
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.problem import Call
 
 E4M3, INT8 = EIGHT_BITS
@@ -103,8 +103,11 @@ def operands_of(call: Call) -> Quantised:
 
 def counted(call: Call) -> int:
     """How many keys there are to scale and centre: all, or as many as packed documents have together."""
-    mask = call.mask.read() if isinstance(call.mask, Unread) else call.mask
-    return mask.cu_seqlens_k[-1] if isinstance(mask, Documents) else call.seqlen_k
+    mask = call.mask.read() if isinstance(call.mask, DeviceDocuments) else call.mask
+    if not isinstance(mask, Documents):
+        return call.seqlen_k
+    assert mask.cu_seqlens_k is not None  # since it was made
+    return int(mask.cu_seqlens_k[-1])
 
 
 def exact(call: Call) -> Call:

@@ -56,7 +56,7 @@ class Reference(Backend):
         """Gradients by hand from the caller's `o` and `lse`, rounded from fp64 to the dtypes of the inputs."""
         exact = differentiate(call, linearise(call, lse), delta(call, o, lse, d_o, d_lse), d_o)
         inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
-        return Gradients(*(None if x is None else g.to(x.dtype) for g, x in zip(exact, inputs, strict=True)))
+        return Gradients._make(None if x is None or g is None else g.to(x.dtype) for g, x in zip(exact, inputs, strict=True))
 
     def backward_autograd(self, call: Call, d_o: Tensor, d_lse: Tensor | None = None) -> Gradients:
         """Gradients by torch's autograd, in fp64 and unrounded, the bias's included."""
@@ -111,7 +111,8 @@ def autograd(call: Call, d_o: Tensor, d_lse: Tensor | None, dtype: torch.dtype) 
         o, lse = eager(replace(call, **leaves), dtype)
         reach = [(o, d_o.to(dtype))] + ([] if d_lse is None else [(lse, d_lse.to(dtype))])
         grads = torch.autograd.grad([y for y, _ in reach], list(leaves.values()), [g for _, g in reach])
-    return Gradients(**{name: None for name in tensors} | dict(zip(leaves, grads, strict=True)))
+    found = dict(zip(leaves, grads, strict=True))
+    return Gradients._make(map(found.get, Gradients._fields))
 
 
 class Scores(NamedTuple):
@@ -153,6 +154,7 @@ def visibility(call: Call) -> Tensor:
 
 def alibi(call: Call) -> Tensor:
     """-slope |i + diagonal[i] - j| in fp64: (batch or 1, heads_q, seqlen_q, seqlen_k)."""
+    assert call.alibi_slopes is not None
     device, new = call.q.device, {"dtype": torch.int64, "device": call.q.device}
     diagonal = call.seqlen_k - call.seqlen_q if call.diagonal is None else call.diagonal.to(device)
     position = torch.arange(call.seqlen_q, **new) + diagonal
@@ -181,8 +183,8 @@ class Linear(NamedTuple):
 
     def squared(self) -> "Linear":
         """Every coefficient squared: `differentiate` then gives the sum of the squares of the terms that make up each gradient."""
-        p, keep, chain, sink = (None if x is None else x * x for x in (self.p, self.keep, self.chain, self.sink))
-        return Linear(p, self.visible, keep, chain, sink, self.scale**2)
+        keep, chain, sink = (None if x is None else x * x for x in (self.keep, self.chain, self.sink))
+        return Linear(self.p * self.p, self.visible, keep, chain, sink, self.scale**2)
 
 
 def linearise(call: Call, lse: Tensor, dtype: torch.dtype = torch.float64) -> Linear:
@@ -231,7 +233,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b, in fp64 as the sum of products of TERMS terms: a CPU's matrix product may add up an element's terms one after another."""
     if a.dtype != torch.float64 or a.shape[-1] <= TERMS:
         return a @ b
-    return sum(x @ y for x, y in zip(a.split(TERMS, -1), b.split(TERMS, -2), strict=True))
+    return sum((x @ y for x, y in zip(a.split(TERMS, -1), b.split(TERMS, -2), strict=True)), start=a.new_zeros(()))
 
 
 def pair_products(a: Tensor, b: Tensor, visible: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ def one_by_one(forward: Callable[[Call], tuple[Tensor, ...]], call: DecodeCall) 
     check_capture(call.q, "decode, sequence by sequence,", CAPTURE)
     capacity = capacity_of(call)
     lengths = call.seqlens.clamp(0, capacity if call.share is None else None).tolist()
-    packed = call.cu_seqlens_q is not None
+    ends = call.cu_seqlens_q
+    packed = ends is not None
     rows = call.q.flatten(0, 1) if not packed else call.q
-    bounds = call.cu_seqlens_q.clamp(0, rows.shape[0]).tolist() if packed else range(0, rows.shape[0] + 1, call.q.shape[1] or 1)
+    bounds = ends.clamp(0, rows.shape[0]).tolist() if packed else range(0, rows.shape[0] + 1, call.q.shape[1] or 1)
     if not packed and call.q.shape[1] == 0:
         bounds = [0] * (len(lengths) + 1)
     statistics = torch.float64 if call.q.dtype == torch.float64 else torch.float32

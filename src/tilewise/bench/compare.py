@@ -11,6 +11,21 @@ MINE = "tilewise"
 UNEXPLAINED = "not explained yet"  # why ours is behind
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Ours and the best peer on one case, both with a time."""
+
+    name: str  # of the workload
+    case: dict
+    mine: Row
+    best: Row
+
+    @property
+    def ratio(self) -> float:
+        """The best peer's time over ours; above 1 ours is faster."""
+        return self.best.seconds / self.mine.seconds
+
+
 @dataclass
 class Cell:
     """The last row of each contender on one case by one clock, and of those without a time; later rows replace earlier ones of an older kernel."""
@@ -31,9 +46,13 @@ class Cell:
         return fastest([row for row in peers if row.passed is not False] or peers)
 
     @property
+    def pair(self) -> Pair | None:
+        mine, best = self.mine, self.best
+        return None if mine is None or best is None else Pair(self.name, self.case, mine, best)
+
+    @property
     def ratio(self) -> float | None:
-        """The best peer's time over ours; above 1 ours is faster."""
-        return None if self.mine is None or self.best is None else self.best.median_s / self.mine.median_s
+        return None if self.pair is None else self.pair.ratio
 
     @property
     def wrong(self) -> bool:
@@ -48,7 +67,7 @@ class Cell:
 
 
 def fastest(rows: Iterable[Row]) -> Row | None:
-    return min(rows, key=lambda row: row.median_s, default=None)
+    return min(rows, key=lambda row: row.seconds, default=None)
 
 
 def cells(rows: Iterable[Row], clocks: Sequence[tuple[str, ...]]) -> list[Cell]:
@@ -83,9 +102,14 @@ def _cell(rows: list[Row], clocks: Sequence[tuple[str, ...]]) -> Cell:
     return cell
 
 
+def pairs(compared: Iterable[Cell]) -> list[Pair]:
+    """Of the cells that have both."""
+    return [cell.pair for cell in compared if cell.pair is not None]
+
+
 def ratios(compared: Iterable[Cell]) -> list[float]:
     """Of the cells that have one."""
-    return [cell.ratio for cell in compared if cell.ratio is not None]
+    return [pair.ratio for pair in pairs(compared)]
 
 
 def ahead(numbers: Sequence[float]) -> str:

@@ -72,7 +72,10 @@ class Gate:
 
     @cached_property
     def call(self) -> Call:
-        inputs = self.workload.inputs(self.seed, self.device)
+        inputs, extras = self.workload.inputs(self.seed, self.device), self.workload.extras(self.seed, self.device)
+        given = {name: self.of_extra(name, x.detach()) for name, x in extras.items() if name != "alibi_slopes"}
+        if self.workload.alibi:  # as a bias, for the rows of a sample are not where a call of so many rows has them
+            given["bias"] = self.workload.alibi_bias(self.indices, self.heads_q)
         return Call(
             q=self.of_queries(inputs.q.detach()),
             k=self.of_keys(inputs.k.detach()),
@@ -80,15 +83,10 @@ class Gate:
             mask=mask_on(self.workload, self.sample, self.heads_q),
             scale=self.workload.softmax_scale,
             softcap=self.workload.softcap,
+            bias=given.get("bias"),
+            sink=given.get("sink"),
             grad=self.workload.grad,
-            **self._changes(),
         )
-
-    def _changes(self) -> dict[str, Tensor]:
-        """Of a Call: ALiBi as a bias, as the rows of a sample are not where a call of so many rows has them."""
-        given = self.workload.extras(self.seed, self.device)
-        found = {name: self.of_extra(name, x.detach()) for name, x in given.items() if name != "alibi_slopes"}
-        return found | ({"bias": self.workload.alibi_bias(self.indices, self.heads_q)} if self.workload.alibi else {})
 
     @cached_property
     def want(self) -> tolerance.Expected:
@@ -249,11 +247,10 @@ class Exact:
             mask = mask_on(self.workload, Sample(self.batch, self.head_k, [piece]), self.heads_q)
             call = Call(q=q, k=k, v=v, mask=mask, scale=self.workload.head_dim**-0.5, grad=self.workload.grad)
             o, lse = reference.eager(call)
-            d_o = d_o if self.workload.grad else None
-            o_terms, _, terms = tolerance.magnitudes(call, o, lse, d_o, None)
+            o_terms, _, terms = tolerance.magnitudes(call, o, lse, d_o if self.workload.grad else None, None)
             rows["o"].append(o)
             rows["o2"].append(o_terms.square())
-            if d_o is None:
+            if terms is None:
                 continue
             grads = reference.differentiate(call, reference.linearise(call, lse), reference.delta(call, o, lse, d_o, None), d_o)
             rows["dq"].append(grads.q)

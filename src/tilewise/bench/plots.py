@@ -50,8 +50,8 @@ def overview(rows: Iterable[Row], device: str = "h100") -> str | None:
     chosen = [row for row in latest(papers) if row.clock == "events" and device in row.device.lower()]
     chosen = [row for row in chosen if row.case["mask"] == "Causal()" and row.case["direction"] in WAYS and row.median_s is not None]
     panels: dict[str, list[Row]] = {}
-    for row in sorted(chosen, key=lambda row: (list(WAYS).index(row.case["direction"]), row.case["head_dim"])):
-        panels.setdefault(f"{WAYS[row.case['direction']]}, head_dim {row.case['head_dim']}", []).append(row)
+    for row in sorted(chosen, key=lambda row: (list(WAYS).index(str(row.case["direction"])), row.case["head_dim"])):
+        panels.setdefault(f"{WAYS[str(row.case['direction'])]}, head_dim {row.case['head_dim']}", []).append(row)
     if not panels:
         return None
     columns = len({row.case["head_dim"] for row in chosen})
@@ -100,7 +100,7 @@ def as_svg(draw: Callable, width: float, height: float) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(matplotlib.RcParams(STYLE)):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)
         file = io.StringIO()
@@ -163,7 +163,7 @@ def _draw(axes, rows: list[Row], impls: list[str], metric: str, measure: Metric)
             low, high = ([getattr(row, end) * 1e3 for row in points] for end in ("p10_s", "p90_s"))
             axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
-    lengths = apart({row.case["seqlen_k"] for row in rows})
+    lengths = apart({int(row.case["seqlen_k"]) for row in rows})
     axes.set_xticks(lengths, [tokens(n) for n in lengths])
     axes.minorticks_off()
 
@@ -213,7 +213,7 @@ def decode_svg(rows: Iterable[Row]) -> str:
         layout = f"pages of {cell.case['page']}" if cell.case["page"] else "contiguous"
         panels.setdefault(f"heads {cell.case['heads_q']}:{cell.case['heads_k']}, {layout}", []).append(cell)
     batches = sorted({int(cell.case["batch"]) for cell in cells})
-    most = max(row.bytes / row.median_s * 1e-12 for cell in cells for row in (cell.mine, cell.best) if row is not None)
+    most = max(row.bytes / row.seconds * 1e-12 for cell in cells for row in (cell.mine, cell.best) if row is not None)
     columns = len({cell.case["page"] for cell in cells})
     lines = -(-len(panels) // columns)
 
@@ -248,7 +248,7 @@ def _draw_batch(axes, cells: list[Cell], colour: int) -> None:
         return
     batch = cells[0].case["batch"]
     for dashed, label in ((False, f"{batch} sequence{'s' if batch != 1 else ''}"), (True, PEER)):
-        found = [(cell.case["seqlen_k"], row.bytes / row.median_s * 1e-12) for cell in cells if (row := cell.best if dashed else cell.mine)]
+        found = [(cell.case["seqlen_k"], row.bytes / row.seconds * 1e-12) for cell in cells if (row := cell.best if dashed else cell.mine)]
         if found:
             style = (
                 {"linestyle": "--", "linewidth": 1.0}

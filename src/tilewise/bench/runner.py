@@ -30,6 +30,7 @@ Keep = Callable[[list[Row]], object]
 Calls = dict[str, Callable[[], object]]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Times = dict[Clock, Stats]
 
 CHECK_SEED, TIME_SEED = 1, 2
 
@@ -110,10 +111,19 @@ def give_back_memory(device: torch.device) -> None:
 
 def timed_row(row: Row, clock: str, stats: Stats, most: Ceiling) -> Row:
     """The row with its times and rates, beside what the machine can do at most."""
-    times = {"median_s": stats.median, "p10_s": stats.p10, "p90_s": stats.p90, "samples": stats.samples}
-    rates = {"flops_per_s": row.flops / stats.median, "ceiling_share": most.share(row.flops, row.bytes, stats.median)}
-    rates["paper_flops_per_s"] = None if row.paper_flops is None else row.paper_flops / stats.median
-    return replace(row, clock=clock, **times, **rates, ceiling_flops_per_s=most.matmul, ceiling_bytes_per_s=most.copy)
+    return replace(
+        row,
+        clock=clock,
+        median_s=stats.median,
+        p10_s=stats.p10,
+        p90_s=stats.p90,
+        samples=stats.samples,
+        flops_per_s=row.flops / stats.median,
+        paper_flops_per_s=None if row.paper_flops is None else row.paper_flops / stats.median,
+        ceiling_share=most.share(row.flops, row.bytes, stats.median),
+        ceiling_flops_per_s=most.matmul,
+        ceiling_bytes_per_s=most.copy,
+    )
 
 
 def run(
@@ -220,8 +230,15 @@ def _heads_first(impl: Impl) -> bool:
 
 
 def _blank(impl: Impl, workload: Workload) -> Row:
-    counts = {"flops": workload.flops, "paper_flops": workload.paper_flops, "bytes": workload.bytes}
-    return Row(impl=impl.name, name=workload.name, case=workload.case, clock="none", **counts)
+    return Row(
+        impl=impl.name,
+        name=workload.name,
+        case=workload.case,
+        clock="none",
+        flops=workload.flops,
+        paper_flops=workload.paper_flops,
+        bytes=workload.bytes,
+    )
 
 
 def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str, Tensor] | None = None) -> Callable[[], object]:
@@ -237,12 +254,12 @@ def call_of(attend: Attend, workload: Workload, inputs: Inputs, extras: dict[str
     return lambda: torch.autograd.grad(attend(q, k, v, **extras), wanted, d_o)
 
 
-def _timed(calls: Calls, timing: Timing, device: torch.device, graphs: bool) -> dict[str, dict[str, Stats]]:
+def _timed(calls: Calls, timing: Timing, device: torch.device, graphs: bool) -> dict[str, Times]:
     """For every call, its times by clock. On a GPU all are timed again as the replay of a graph, if one of them is shorter than its own launch.
     graphs: whether one can be made; of gradients alone none can, for autograd launches these in the stream of their forward pass.
     """
-    clocks = timing.clocks if device.type == "cuda" else ("wall",)
-    timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
+    clocks: tuple[Clock, ...] = timing.clocks if device.type == "cuda" else ("wall",)
+    timed: dict[str, Times] = {name: {} for name in calls}
     for clock in clocks:
         stats = timing.interleave(calls, device, clock)
         for name in calls:
@@ -305,8 +322,10 @@ def _rows_of_cell(cell: Cell, impls: list[DecodeImpl], pool: Pool, timing: Timin
             calls[impl.name], error = passed
             row = replace(row, error=error)
         checked.append(row)
+    if not calls:
+        return checked
     timed, failed = _timed_on_copies(calls, len(caches.copies), timing, pool.device)
-    most = ceiling(pool.device, cell.dtype) if calls else None
+    most = ceiling(pool.device, cell.dtype)
     rows = []
     for row in checked:
         row = replace(row, reason=failed.get(row.impl, row.reason))
@@ -316,14 +335,14 @@ def _rows_of_cell(cell: Cell, impls: list[DecodeImpl], pool: Pool, timing: Timin
 
 def _timed_on_copies(
     calls: dict[str, Callable[[int], Tensor]], copies: int, timing: Timing, device: torch.device
-) -> tuple[dict[str, dict[str, Stats]], dict[str, str]]:
+) -> tuple[dict[str, Times], dict[str, str]]:
     """Times of one call by contender and clock, and why others have none."""
-    timed: dict[str, dict[str, Stats]] = {name: {} for name in calls}
+    timed: dict[str, Times] = {name: {} for name in calls}
     failed = {}
     for name, attend in calls.items() if device.type == "cuda" and "events" in timing.clocks else ():
         try:
             of_all = timing.interleave({name: _all(attend, copies)}, device, "graph", flush=False)[name]
-            timed[name]["graph"] = Stats(*(getattr(of_all, each) / copies for each in ("median", "p10", "p90", "best")), of_all.samples)
+            timed[name]["graph"] = of_all.over(copies)
         except Exception as failure:  # it synchronises, or allocates outside torch
             failed[name] = f"no CUDA graph of it can be made: {named(failure)}"
     if timing.clocks and (device.type == "cpu" or "wall" in timing.clocks):

@@ -47,6 +47,18 @@ class Row:
     environment: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def seconds(self) -> float:
+        """The median of a row that has a time."""
+        assert self.median_s is not None
+        return self.median_s
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a row that has a time."""
+        assert self.flops_per_s is not None
+        return self.flops_per_s
+
+    @property
     def device(self) -> str:
         return str(self.environment.get("device", "no machine"))
 

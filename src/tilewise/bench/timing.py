@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
@@ -49,9 +49,13 @@ class Stats:
         last = len(ordered) - 1
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], ordered[0], len(ordered))
 
+    def over(self, calls: int) -> "Stats":
+        """Of one of so many equal calls that these are of."""
+        return Stats(self.median / calls, self.p10 / calls, self.p90 / calls, self.best / calls, self.samples)
+
 
 def interleave(
-    calls: dict[str, Callable[[], object]],
+    calls: Mapping[str, Callable[[], object]],
     *,
     budget_s: float,
     device: torch.device | str = "cpu",
@@ -212,7 +216,8 @@ def _measure(device: torch.device, dtype: torch.dtype, threads: int) -> Ceiling:
     clock = "events" if device.type == "cuda" else "wall"
     if dtype == torch.float8_e4m3fn:
         by_columns, one = b.t(), torch.ones((), dtype=torch.float32, device=device)  # what cuBLAS takes
-        matmul = partial(torch._scaled_mm, a, by_columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]  (torch's stubs do not list it)
+        matmul = partial(scaled_mm, a, by_columns, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     else:
         matmul = partial(torch.mm, a, b, out=torch.empty_like(a))
     taken = interleave({"matmul": matmul, "copy": lambda: target.copy_(source)}, budget_s=0.4, device=device, clock=clock)

@@ -135,11 +135,19 @@ class Plan:
 
 def attention_of(size: Size, seqlen: int, batch: int) -> Workload:
     """That of one layer, for `batch` sequences at a time."""
-    sizes = {"batch": batch, "seqlen_q": seqlen, "heads_q": size.heads, "head_dim": size.head_dim}
-    return Workload(name=NAME, **sizes, mask=Causal(), dtype=torch.bfloat16, direction="fwd+bwd")
+    return Workload(
+        name=NAME,
+        batch=batch,
+        seqlen_q=seqlen,
+        heads_q=size.heads,
+        head_dim=size.head_dim,
+        mask=Causal(),
+        dtype=torch.bfloat16,
+        direction="fwd+bwd",
+    )
 
 
-def case_of(size: Size, layers: int, seqlen: int, plan: Plan) -> dict[str, int | str]:
+def case_of(size: Size, layers: int, seqlen: int, plan: Plan) -> dict[str, int | float | str]:
     """What is trained, for its rows: the attention's case and the model."""
     how = {name: 1 for name in ("autocast", "compiled") if getattr(plan, name)}
     attention = attention_of(size, seqlen, max(1, plan.tokens // seqlen)).case
@@ -220,7 +228,7 @@ def train(
     )
 
 
-def _blank(name: str, case: dict[str, int | str], flops: int = 0) -> Row:
+def _blank(name: str, case: dict[str, int | float | str], flops: int = 0) -> Row:
     return Row(impl=name, name=NAME, case=case, clock="none", flops=flops)
 
 

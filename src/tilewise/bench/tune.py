@@ -120,8 +120,8 @@ def _compile(config: Config) -> Compiled:
     except Exception as error:  # of the compiler, which has many; said in the table
         return Compiled(config, time.perf_counter() - start, wrong=(f"{type(error).__name__}: {str(error).splitlines()[0][:100]}",))
     used, wrong = judge(remarks)
-    if not wrong:
-        cache.store(cache.entry(forward.LAUNCH, config, jit.arch()), kernel)
+    if not wrong and (path := cache.entry(forward.LAUNCH, config, jit.arch())):
+        cache.store(path, kernel)
     return Compiled(config, time.perf_counter() - start, used, tuple(wrong))
 
 
@@ -189,7 +189,7 @@ class Search:
     @property
     def title(self) -> str:
         dims = self.shipped.head_dim, self.shipped.head_dim_v
-        return f"{dims} {self.shipped.sees!r}, {str(self.shipped.dtype).removeprefix('torch.')}"
+        return f"{dims} {self.shipped.mask_kind!r}, {str(self.shipped.dtype).removeprefix('torch.')}"
 
 
 def searches(workloads: Iterable[Workload]) -> list[Search]:
@@ -245,8 +245,8 @@ def literal(config: Config, rows: Iterable[Row]) -> str:
     chosen = {name: getattr(config, name) for name in choices()}
     given = ", ".join(f"{name}={value}" for name, value in chosen.items() if value != defaults[name])
     mine = [row for row in rows if row.impl == f"hopper[{label(config)}]" and row.flops_per_s]
-    rates = ", ".join(f"{row.case['seqlen_q']}: {row.flops_per_s / 1e12:.0f}" for row in mine)
+    rates = ", ".join(f"{row.case['seqlen_q']}: {row.rate / 1e12:.0f}" for row in mine)
     environment = mine[0].environment if mine else {}
     where = f"{environment.get('device', '?')}, {environment.get('date', '?')[:10]}"
     dims = config.head_dim, config.head_dim_v
-    return f"{dims}: {{{config.sees!r}: any_length({given})}},  # {where}: TFLOP/s at {rates}"
+    return f"{dims}: {{{config.mask_kind!r}: any_length({given})}},  # {where}: TFLOP/s at {rates}"

@@ -17,7 +17,7 @@ from tilewise.compat.sdpa import laid_out_as
 from tilewise.decoding import decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Causal, Full, Mask, SlidingWindow
-from tilewise.masks.constructors import Unread
+from tilewise.masks.constructors import DeviceDocuments
 from tilewise.problem import NO_EXTRAS, Extras
 from tilewise.runtime import bound_call, call_cache, operator
 from tilewise.runtime.call_cache import Options
@@ -234,7 +234,7 @@ def _flash_attention_backward(
     else:
         d_o, q, k, v, o, lse = (x[None] for x in (grad_out, query, key, value, out, logsumexp))
         _check_starts(cum_seq_k)
-        mask = Unread(cum_seq_q, cum_seq_k, mask)
+        mask = DeviceDocuments(cum_seq_q, cum_seq_k, mask)
         grads = tuple(x.squeeze(0) for x in _gradients(d_o, q, k, v, o, lse, mask, dropout_p, scale))
     return _laid_out(grads, query, key, value)
 

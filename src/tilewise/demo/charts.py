@@ -44,7 +44,7 @@ def inline_svg(draw: Callable[["Axes"], None], label: str) -> str:
     style = {"svg.fonttype": "none", "svg.hashsalt": label, "font.size": 10, "axes.unicode_minus": False, "path.simplify": False}
     style |= {f"axes.spines.{side}": False for side in ("top", "right")}
     style |= {key: INK for key in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor")}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(matplotlib.RcParams(style)):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.add_subplot()
         axes.locator_params(axis="x", integer=True)
@@ -119,13 +119,12 @@ def step_time_chart(training: Training) -> str:
 
 def step_memory_chart(training: Training) -> str:
     """Peak memory of a step; empty where it could not be measured."""
-    known = [curve for curve in training.curves if curve.peak_bytes is not None]
+    known = {curve.name: curve.peak_bytes / 1e6 for curve in training.curves if curve.peak_bytes is not None}
     if not known:
         return ""
 
     def draw(axes: "Axes") -> None:
-        names, sizes = [curve.name for curve in known], [curve.peak_bytes / 1e6 for curve in known]
-        bars = axes.barh(names, sizes, height=0.5, color=[colour_of(name) for name in names])
+        bars = axes.barh(list(known), list(known.values()), height=0.5, color=[colour_of(name) for name in known])
         axes.bar_label(bars, fmt="{:,.0f} MB", padding=4, color=INK)
         axes.margins(x=0.2)
         axes.invert_yaxis()

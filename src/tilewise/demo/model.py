@@ -1,6 +1,6 @@
 """A byte-level GPT, small enough to read at one go, that takes its attention function as an argument."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +88,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predicts the next byte at every position: (batch, seqlen) int64 -> logits (batch, seqlen, vocabulary)."""
 
+    blocks: Sequence[Block]
     angles: Tensor  # (context, 1, head_dim / 2), a buffer
 
     def __init__(self, config: GPTConfig, attention: Attention) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.blocks = blocks  # pyright: ignore[reportAttributeAccessIssue]  (torch's ModuleList does not say of what it is)
         self.norm = nn.RMSNorm(config.width)
         self.register_buffer("angles", rotary_angles(config), persistent=False)
         for parameter in self.parameters():

@@ -22,4 +22,10 @@ MASKS: tuple[tuple[str, str, Mask], ...] = (
 
 def draw() -> tuple[tuple[str, str, str], ...]:
     """(title, SVG, caption) of each mask; the pictures say how many tiles of each kind there are."""
-    return tuple((title, mask.show(SEQLEN, SEQLEN, tile_m=TILE, tile_n=TILE, format="svg"), caption) for title, caption, mask in MASKS)
+    return tuple((title, _svg(mask), caption) for title, caption, mask in MASKS)
+
+
+def _svg(mask: Mask) -> str:
+    drawn = mask.show(SEQLEN, SEQLEN, tile_m=TILE, tile_n=TILE, format="svg")
+    assert isinstance(drawn, str)
+    return drawn

@@ -1,8 +1,12 @@
 """Where the demo computes and in which dtype: fp32 on a CPU, bf16 on a GPU that has it, with weights and their sums in fp32 (autocast)."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from tilewise.bench.timing import Clock
 
 SAME_LOSS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """For each dtype of the attention the largest relative difference between two losses of one step that counts as the same training. Rounding differs,
@@ -30,7 +34,7 @@ class Place:
         return SAME_LOSS[self.dtype]
 
     @property
-    def clock(self) -> str:
+    def clock(self) -> "Clock":
         """The clock of `bench.timing.interleave`."""
         return "events" if self.device.type == "cuda" else "wall"
 

@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, multiprocessing
+from torch.multiprocessing.spawn import spawn
 from torch.nn import functional as F
 
 from tilewise import distributed
@@ -87,11 +87,11 @@ def train_in_one(options: Options) -> list[float]:
 
 def train_in_ranks(options: Options) -> list[float]:
     """The losses of as many processes as the options say, each with its part."""
-    results = mp.get_context("spawn").SimpleQueue()
+    results = multiprocessing.get_context("spawn").SimpleQueue()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    mp.spawn(_rank, args=(options, port, results), nprocs=options.ranks)
+    spawn(_rank, args=(options, port, results), nprocs=options.ranks)
     return results.get()
 
 
@@ -138,7 +138,7 @@ def _train(options: Options, parts: Sequence[int], attend: Attend, gather: Calla
         for group in optimizer.param_groups:
             group["lr"] = config.rate(step)
         found = _losses(replicas, batch, parts, options.ranks, attend)
-        sum(found).backward()  # pyright: ignore[reportAttributeAccessIssue]  (there is a part)
+        _in_order(found).backward()
         losses.append(_in_order(gather([loss.detach() for loss in found])).item())
         total = _in_order(gather([_flat_gradient(replica) for replica in replicas]))
         _give_gradient(replicas[0], total)

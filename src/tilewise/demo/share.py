@@ -30,7 +30,7 @@ def draw(report: "Report") -> bytes:
         "font.size": 12,
         "axes.unicode_minus": False,
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(matplotlib.RcParams(style)):
         figure = Figure(figsize=SIZE, dpi=DPI, facecolor="white")
         figure.text(0.04, 0.9, "Exact attention without the score matrix", fontsize=24, weight="bold", color=INK)
         for place, each in enumerate(headlines(report)[:SHOWN]):

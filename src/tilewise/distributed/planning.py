@@ -20,7 +20,7 @@ from tilewise.distributed import movement, reporting, solver
 from tilewise.distributed.axis import Axis, Ranges, Routes, cut, merged
 from tilewise.distributed.work import Work, overlap, survey
 from tilewise.errors import ShapeError, UnsupportedError
-from tilewise.masks import Mask, Part, Unread
+from tilewise.masks import DeviceDocuments, Mask, Part
 from tilewise.masks.arguments import check_count
 
 LAYOUTS = ("auto", "contiguous", "zigzag", "ulysses")
@@ -109,7 +109,7 @@ def _heads(heads: Any) -> tuple[int, int]:
 def _read(mask: Mask | Mapping[tuple[int, int], Mask] | None) -> Mask:
     """One mask, with cu_seqlens that are on a device read."""
     found = combine(False, mask)
-    return found.read() if isinstance(found, Unread) else found
+    return found.read() if isinstance(found, DeviceDocuments) else found
 
 
 def _owners(work: Work, groups: int, layout: str, costs: solver.Costs, cross: bool) -> ndarray:

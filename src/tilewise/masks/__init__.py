@@ -6,13 +6,13 @@ from tilewise.masks.constructors import (
     Causal,
     ChunkedCausal,
     Chunks,
+    DeviceDocuments,
     Documents,
     FirstKeys,
     PerHead,
     PrefixLM,
     Slices,
     SlidingWindow,
-    Unread,
     parse,
 )
 from tilewise.masks.dense import Dense
@@ -29,6 +29,7 @@ __all__ = [
     "ChunkedCausal",
     "Chunks",
     "Dense",
+    "DeviceDocuments",
     "Documents",
     "FirstKeys",
     "Full",
@@ -42,6 +43,5 @@ __all__ = [
     "PrefixTree",
     "Slices",
     "SlidingWindow",
-    "Unread",
     "parse",
 ]

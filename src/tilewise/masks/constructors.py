@@ -39,7 +39,7 @@ from tilewise.masks.mask import Blocks, Full, Mask, Plane, Transpose, joint_exte
 from tilewise.masks.padding import Padding
 from tilewise.masks.part import Part
 from tilewise.masks.text import SHORT, evaluate
-from tilewise.masks.trees import PrefixTree, UnreadTree
+from tilewise.masks.trees import DeviceTree, PrefixTree
 
 LONG_BYTES = 32 << 20  # of masks with long texts
 A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
@@ -206,7 +206,7 @@ def check_inner(inner: Mask) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Unread(Mask):
+class DeviceDocuments(Mask):
     """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
 
     seqused_k: (documents,), how many keys of each document there are to see; the others are seen by nobody. None: all.
@@ -278,14 +278,14 @@ class Unread(Mask):
             tensors.append(self.seqused_k)
             used = f",#{len(tensors) - 1}"
         first = len(tensors) - 2 - bool(used)
-        return f"Unread(#{first},#{first + 1},{self.inner.source}{used})"
+        return f"DeviceDocuments(#{first},#{first + 1},{self.inner.source}{used})"
 
     def _place(self, blocks: Blocks, seqlen_q: int, seqlen_k: int) -> Bands:
         return self.read()._place(blocks, seqlen_q, seqlen_k)
 
 
 def check_lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqlen_q: int, seqlen_k: int) -> None:
-    """`Unread.check`, of its tensors."""
+    """`DeviceDocuments.check`, of its tensors."""
     for axis, seqlen, tensor in (("q", seqlen_q, cu_seqlens_q), ("k", seqlen_k, cu_seqlens_k)):
         if axis == "k" and tensor is cu_seqlens_q and seqlen_q == seqlen_k:
             return
@@ -441,8 +441,8 @@ CONSTRUCTORS = {
         Part,
         PerHead,
         Transpose,
-        Unread,
-        UnreadTree,
+        DeviceDocuments,
+        DeviceTree,
     )
 }
 

@@ -101,9 +101,9 @@ class PrefixTree(Mask):
         inner = set(self.parents)
         return tuple(node for node in range(len(self.parents)) if node not in inner)
 
-    def unread(self) -> "UnreadTree":
+    def unread(self) -> "DeviceTree":
         """The same mask with its nodes in a tensor, for calls that torch.compile traces: other trees are then other values, not other graphs."""
-        return UnreadTree(torch.tensor([self.parents, self.lengths], dtype=torch.int64, device="cpu"), self.window)
+        return DeviceTree(torch.tensor([self.parents, self.lengths], dtype=torch.int64, device="cpu"), self.window)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """(tokens,) int64, each token's place in its rollouts: what rotary and learned positions are made of."""
@@ -199,7 +199,7 @@ class PrefixTree(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class UnreadTree(Mask):
+class DeviceTree(Mask):
     """`PrefixTree(*nodes, window)` of a tensor (2, nodes) int64 that is read when the mask is first needed, not where a call is traced."""
 
     nodes: Tensor
@@ -207,7 +207,7 @@ class UnreadTree(Mask):
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, Tensor) or self.nodes.dtype != torch.int64 or self.nodes.dim() != 2 or self.nodes.shape[0] != 2:
-            raise ShapeError(f"UnreadTree: nodes must be a tensor (2, nodes) of int64: parents and lengths, got {self.nodes!r:.100}")
+            raise ShapeError(f"DeviceTree: nodes must be a tensor (2, nodes) of int64: parents and lengths, got {self.nodes!r:.100}")
         self._set("runs", None)
 
     def read(self) -> PrefixTree:
@@ -216,7 +216,7 @@ class UnreadTree(Mask):
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors.append(self.nodes)
-        return f"UnreadTree(#{len(tensors) - 1}{'' if self.window is None else f',{self.window}'})"
+        return f"DeviceTree(#{len(tensors) - 1}{'' if self.window is None else f',{self.window}'})"
 
     def _key(self):
         return self.read()._key()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import ShapeError
-from tilewise.masks import Full, Unread
+from tilewise.masks import DeviceDocuments, Full
 from tilewise.problem import Call, Gradients
 from tilewise.runtime.dispatch import choose
 
@@ -28,8 +28,8 @@ class Piece(NamedTuple):
 
 
 def forward(call: Call, backend: str | None) -> tuple[Tensor, ...]:
-    """As `Backend.forward`, of packed documents: a call whose mask is `Unread`, alibi_slopes (documents or 1, heads_q) and bias (documents or 1,
-    heads_q or 1, queries or 1, keys or 1), by the place in a document, no smaller than the longest.
+    """As `Backend.forward`, of packed documents: a call whose mask is `DeviceDocuments`, alibi_slopes (documents or 1, heads_q) and bias
+    (documents or 1, heads_q or 1, queries or 1, keys or 1), by the place in a document, no smaller than the longest.
     """
     found = [choose(piece.call.problem, backend).forward(piece.call) for piece in _pieces(call)]
     o, *statistics = zip(*found, strict=True)
@@ -62,7 +62,7 @@ def backward(
 def _pieces(call: Call) -> Iterator[Piece]:
     """The documents that have queries, and the queries after the last one, which see nothing."""
     mask = call.mask
-    assert isinstance(mask, Unread)
+    assert isinstance(mask, DeviceDocuments)
     mask.check(call.seqlen_q, call.seqlen_k)
     last = 0
     for number, (q0, q1, k0, k1) in enumerate(mask.documents()):

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tilewise.masks import Mask
-from tilewise.masks.constructors import Unread
+from tilewise.masks.constructors import DeviceDocuments
 from tilewise.problem import NO_EXTRAS
 from tilewise.runtime import operator, plain
 from tilewise.runtime.bound_call import PACKED, BoundCall, guard, layout_of, place_of, tensors_of, way_back
@@ -153,7 +153,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, options: Options, given: operator.Oper
     if not as_given or (slopes is not None and slopes.requires_grad):
         return None
     call = operator.call_of(given)
-    if given.mask_tensors and not (isinstance(call.mask, Unread) and len(given.mask_tensors) == 2):
+    if given.mask_tensors and not (isinstance(call.mask, DeviceDocuments) and len(given.mask_tensors) == 2):
         return None
     bound = choose(call.problem, given.backend).bind(call)
     if bound is None:

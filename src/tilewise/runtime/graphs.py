@@ -36,7 +36,7 @@ def reads(given: Any) -> bool:
     q, mask = given.q, given.mask
     if not q.is_cuda:
         return False  # there are no such graphs
-    if given.rng is not None or given.by_document or ("#" in mask and not mask.startswith("Unread(")):
+    if given.rng is not None or given.by_document or ("#" in mask and not mask.startswith("DeviceDocuments(")):
         return True
     fields = {name: getattr(given, name) for name in ("grad", "deterministic", "row_max", "precision", "out_dtype")}
     fields |= {"bias": given.bias is not None, "alibi": given.alibi_slopes is not None, "sink": given.sink is not None}

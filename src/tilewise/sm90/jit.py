@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tilewise.machine import lock
+from tilewise.machine.room import make_room
 from tilewise.sm90 import cache
-from tilewise.sm90.room import make_room
 from tilewise.views import part
 
 ARCH = "sm_90a"

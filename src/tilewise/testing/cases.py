@@ -108,7 +108,7 @@ def make(case: Case, seed: int = 0, device: torch.device | str = "cpu", grad: bo
         mask=case.mask,
         scale=case.head_dim**-0.5 if case.scale is None else case.scale,
         softcap=case.softcap,
-        bias=None if case.bias is None else _bias(case, draw, aux).to(device),
+        bias=None if case.bias is None else _bias(case, case.bias, draw, aux).to(device),
         alibi_slopes=None if case.alibi is None else draw.uniform(case.batch if "b" in case.alibi else 1, case.heads_q).to(device) / 4,
         sink=draw.normal(case.heads_q).to(aux).to(device) if case.sink else None,
         diagonal=draw.integers(case.seqlen_q).to(device) if case.diagonal else None,
@@ -130,16 +130,16 @@ class _Draw:
 
     def __init__(self, case: Case, seed: int, device: torch.device | str) -> None:
         self.case, self.device = case, device
-        self.new = {"generator": torch.Generator().manual_seed(seed), "dtype": torch.float32, "device": "cpu"}
+        self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, **self.new)
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(*shape, **self.new)
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float32, device="cpu")
 
     def integers(self, n: int) -> Tensor:
-        return torch.randint(-n, n + 1, (n,), **self.new | {"dtype": torch.int64})
+        return torch.randint(-n, n + 1, (n,), generator=self.generator, dtype=torch.int64, device="cpu")
 
     def rows(self, seqlen: int, heads: int, dim: int) -> Tensor:
         """(batch, seqlen, heads, dim) in the case's dtype and layout."""
@@ -158,10 +158,10 @@ class _Draw:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {self.case.layout!r}")
 
 
-def _bias(case: Case, draw: _Draw, dtype: torch.dtype) -> Tensor:
+def _bias(case: Case, axes: str, draw: _Draw, dtype: torch.dtype) -> Tensor:
     """A filled row keeps unfilled keys at its end: of a row of -1e30 alone neither fp64 nor fp32 keeps a score, nor P = exp(s - LSE)."""
     sizes = zip("bhq", (case.batch, case.heads_q, case.seqlen_q), strict=True)
-    bias = draw.normal(*(size if name in case.bias else 1 for name, size in sizes), case.seqlen_k)
+    bias = draw.normal(*(size if name in axes else 1 for name, size in sizes), case.seqlen_k)
     if case.bias_hides:
         bias[draw.uniform(*bias.shape) < 0.3] = -torch.inf
         bias[..., -1:, :] = -torch.inf
@@ -175,7 +175,7 @@ def _bias(case: Case, draw: _Draw, dtype: torch.dtype) -> Tensor:
 
 def random_mask(seqlen_q: int, seqlen_k: int, batch: int | None = None, heads: int | None = None) -> Dense:
     """A seeded random boolean mask whose last row sees nothing."""
-    shape = (seqlen_q, seqlen_k) if batch is None else (batch, heads, seqlen_q, seqlen_k)
+    shape = (seqlen_q, seqlen_k) if batch is None or heads is None else (batch, heads, seqlen_q, seqlen_k)
     shown = torch.rand(shape, generator=torch.Generator().manual_seed(17), dtype=torch.float32, device="cpu") < 0.6
     shown[..., -1:, :] = False
     return Dense(shown)

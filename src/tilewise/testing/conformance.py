@@ -86,7 +86,8 @@ def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "c
         call = replace(call, bias=bias)
     if not backward:
         _require_support(backend, call)
-        return tolerance.check_outputs(call, *backend.forward(call))
+        o, lse = backend.forward(call)
+        return tolerance.check_outputs(call, o, lse)
     return _check(call, _run(backend, call, d_o, d_lse), d_o, d_lse)
 
 
@@ -230,6 +231,7 @@ def one_key_is_copied(backend: Backend, device: Device = "cpu") -> None:
         d_o = torch.ones_like(o)
         grads = backend.backward(call, o, lse, d_o, None)
         expect = tolerance.expected(call, d_o)
+        assert expect.v is not None
         nothing = {name: replace(getattr(expect, name), ref=torch.zeros_like(getattr(expect, name).ref)) for name in ("q", "k")}
         everything = replace(expect.v, ref=torch.full_like(expect.v.ref, 30.0 * call.group))
         tolerance.check_gradients(call, grads, d_o, expect=replace(expect, v=everything, **nothing))
@@ -244,14 +246,17 @@ def huge_biases_keep_what_rounding_keeps(backend: Backend, device: Device = "cpu
     row = 3
     others = [i for i in range(45) if i != row]
     for call in _calls(backend, device, seqlen_q=45, seqlen_k=150, mask=Causal(), bias="q"):
-        plain = replace(call, bias=torch.zeros_like(call.bias))
+        assert call.bias is not None
+        none = torch.zeros_like(call.bias)
+        plain = replace(call, bias=none)
         d_o = torch.ones_like(call.q)
         expect, eps = tolerance.expected(plain, d_o), torch.finfo(call.q.dtype).eps
+        assert expect.q is not None
         v = call.v[:, : 150 - 45 + row + 1].double().repeat_interleave(call.group, dim=2)
         low, high, largest = v.amin(1), v.amax(1), float(v.abs().max())
         info = torch.finfo(call.bias.dtype)
         for fill in (-1e4, -1e10, -1e30, info.min, 1e10):
-            bias = plain.bias.clone()
+            bias = none.clone()
             bias[:, :, row] = max(min(fill, info.max), info.min)
             biased, fill = replace(call, bias=bias), float(bias[0, 0, row, 0])
             o, lse = backend.forward(biased)

@@ -43,16 +43,16 @@ def memory() -> Iterator[None]:
     uninitialised.
     """
     enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = deterministic.fill_uninitialized_memory
+    filled = deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]  (torch makes it at run time)
     canaries = _Canaries()
     torch.use_deterministic_algorithms(True, warn_only=True)  # fill_uninitialized_memory takes effect only under it
-    deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]  (likewise)
     try:
         with canaries:
             yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        deterministic.fill_uninitialized_memory = filled
+        deterministic.fill_uninitialized_memory = filled  # pyright: ignore[reportAttributeAccessIssue]  (likewise)
     canaries.verify()
 
 

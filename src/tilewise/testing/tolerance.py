@@ -199,8 +199,8 @@ def _unusual(call: Call, d_o: Tensor | None) -> dict[str, float]:
     def times(x: Tensor | None) -> float:
         return 1.0 if x is None or x.numel() == 0 else max(1.0, float(x.abs().masked_fill(~x.isfinite(), 0.0).max()) / USUAL)
 
-    q, k, v, d_o = (times(x) for x in (call.q, call.k, call.v, d_o))
-    return {"o": v, "lse": 1.0, "q": k * v * d_o, "k": q * v * d_o, "v": d_o, "bias": v * d_o, "sink": v * d_o}
+    q, k, v, out = (times(x) for x in (call.q, call.k, call.v, d_o))
+    return {"o": v, "lse": 1.0, "q": k * v * out, "k": q * v * out, "v": out, "bias": v * out, "sink": v * out}
 
 
 Results = tuple[Tensor, Tensor, Gradients | None]
@@ -226,15 +226,17 @@ def _naive_errors(call: Call, d_o: Tensor | None, d_lse: Tensor | None, exact: R
     def error(naive: Tensor, ref: Tensor) -> Tensor:
         return (naive.double() - ref).abs() * shrink
 
+    exact_o, exact_lse, exact_grads = exact
     o, lse = reference.eager(call, torch.float32)
     o = o if dtype == torch.float32 else reference.eager(call, dtype)[0]
-    errors = error(o, exact[0]), error(lse, exact[1])
-    if d_o is None:
+    errors = error(o, exact_o), error(lse, exact_lse)
+    if d_o is None or exact_grads is None:
         return *errors, None
-    forwards = (o, lse), (exact[0].to(dtype), exact[1].float())
+    forwards = (o, lse), (exact_o.to(dtype), exact_lse.float())
     naive = [reference.autograd(call, d_o, d_lse, dtype), *(_by_hand(call, *kept, d_o, d_lse, torch.float32) for kept in forwards)]
-    worst = (None if ref is None else torch.stack([error(x, ref) for x in xs]).amax(0) for *xs, ref in zip(*naive, exact[2], strict=True))
-    return *errors, Gradients(*worst)
+    every = zip(*naive, exact_grads, strict=True)
+    worst = (None if ref is None else torch.stack([error(x, ref) for x in xs]).amax(0) for *xs, ref in every)
+    return *errors, Gradients._make(worst)
 
 
 def magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor, Tensor, Gradients | None]:
@@ -251,7 +253,7 @@ def magnitudes(call: Call, o: Tensor, lse: Tensor, d_o: Tensor | None, d_lse: Te
     d_o, d_lse = d_o.double().square(), None if d_lse is None else d_lse.double().square()
     minus_delta = -reference.delta(call, o.square(), lse, d_o, None if d_lse is None else -d_lse)  # dP - delta: the squares add up
     grads = reference.differentiate(squares, at, minus_delta, d_o)
-    return o_terms, lse_terms, Gradients(*(None if g is None else g.sqrt() for g in grads))
+    return o_terms, lse_terms, Gradients._make(None if g is None else g.sqrt() for g in grads)
 
 
 def _steepest(call: Call, lse: Tensor) -> float:

@@ -259,7 +259,7 @@ def stub(device, monkeypatch):
     }
     monkeypatch.setattr(forward, "_counter", lambda device: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(plan, "num_sms", lambda device: 132)
-    monkeypatch.setattr(backward_plan, "board_of", lambda device: backward_plan.Board(132, 0))
+    monkeypatch.setattr(backward_plan, "gpu_of", lambda device: backward_plan.Gpu(132, 0))
     monkeypatch.setattr(forward.jit, "compiled", lambda launch, *_: kernels.get(launch, find))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.captures)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=device.stream))

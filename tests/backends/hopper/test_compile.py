@@ -52,10 +52,10 @@ from kernel_inventory import (
     WIDE_VALUES,
     WIDE_VALUES_TOO,
     Kernel,
+    block_per_q_head,
     changed_forward,
     fast,
     few_keys,
-    heads_apart,
     many_keys,
     of_append,
     of_backward,
@@ -210,20 +210,20 @@ def test_shipped_configuration(shipped, inspect):
     check_shipped(of_forward(shipped), inspect)
 
 
-@pytest.mark.parametrize(("dims", "sees", "changes"), CHANGED + slow([case for case in CHANGED_TOO if case not in CHANGED]))
-def test_changed_scores(dims, sees, changes, inspect):
+@pytest.mark.parametrize(("dims", "mask_kind", "changes"), CHANGED + slow([case for case in CHANGED_TOO if case not in CHANGED]))
+def test_changed_scores(dims, mask_kind, changes, inspect):
     """With what scores/logits.py does between the product and the softmax."""
-    check_shipped(changed_forward(dims, sees, changes), inspect)
+    check_shipped(changed_forward(dims, mask_kind, changes), inspect)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dims", "sees", "changes"), RUNS)
-def test_changed_scores_under_masks_beyond_one_band(dims, sees, changes, inspect):
-    check_shipped(changed_forward(dims, sees, changes), inspect)
+@pytest.mark.parametrize(("dims", "mask_kind", "changes"), RUNS)
+def test_changed_scores_under_masks_beyond_one_band(dims, mask_kind, changes, inspect):
+    check_shipped(changed_forward(dims, mask_kind, changes), inspect)
 
 
 def test_intervals_of_documents(inspect):
-    """The small kernels ahead of "rows"."""
+    """The small kernels ahead of "varlen"."""
     for kernel in of_intervals():
         check_nothing_spills(inspect(kernel))
 
@@ -260,17 +260,17 @@ def test_append(changes, inspect):
     assert found.counts["HGMMA"] == 0
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "sees", "centred", "fields"), EIGHT_BITS + slow(EIGHT_BITS_TOO), ids=str)
-def test_forward_in_eight_bits(dtype, head_dim, sees, centred, fields, inspect):
+@pytest.mark.parametrize(("dtype", "head_dim", "mask_kind", "centred", "fields"), EIGHT_BITS + slow(EIGHT_BITS_TOO), ids=str)
+def test_forward_in_eight_bits(dtype, head_dim, mask_kind, centred, fields, inspect):
     """As the forward pass; Q K^T in the dtype, P V in e4m3, 32 numbers an instruction. P is rounded by two conversions a word, of which half take one
     more instruction to join.
     """
-    check_eight_bits(of_eight_bits(dtype, head_dim, sees, centred, fields), inspect)
+    check_eight_bits(of_eight_bits(dtype, head_dim, mask_kind, centred, fields), inspect)
 
 
-@pytest.mark.parametrize(("dtype", "dims", "sees", "tokens"), TOKENS + slow(TOKENS_TOO), ids=str)
-def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, sees, tokens, inspect):
-    check_eight_bits(of_tokens(dtype, dims, sees, tokens), inspect)
+@pytest.mark.parametrize(("dtype", "dims", "mask_kind", "tokens"), TOKENS + slow(TOKENS_TOO), ids=str)
+def test_forward_in_eight_bits_with_scales_of_tokens(dtype, dims, mask_kind, tokens, inspect):
+    check_eight_bits(of_tokens(dtype, dims, mask_kind, tokens), inspect)
 
 
 def check_eight_bits(kernel: Kernel, inspect):
@@ -278,7 +278,7 @@ def check_eight_bits(kernel: Kernel, inspect):
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    loops, counts = {"all": 1, "causal": 2, "runs": 2}.get(config.sees, 2 + (not config.pingpong)), found.counts
+    loops, counts = {"full": 1, "causal": 2, "tiles": 2}.get(config.mask_kind, 2 + (not config.pingpong)), found.counts
     groups = 1 + loops if config.pieces == 1 else max(loops, 2)  # in pieces, the first tile has no code of its own
     scores, values = groups * config.head_dim // 32, groups * config.pieces * config.tile_n // 32
     integers = config.dtype == torch.int8
@@ -290,15 +290,15 @@ def check_eight_bits(kernel: Kernel, inspect):
     assert counts["UTMALDG"] > 0
 
 
-@pytest.mark.parametrize(("dims", "sees", "long", "changes"), WIDE_VALUES + slow(WIDE_VALUES_TOO), ids=str)
-def test_forward_in_eight_and_sixteen_bits(dims, sees, long, changes, inspect):
+@pytest.mark.parametrize(("dims", "mask_kind", "long", "changes"), WIDE_VALUES + slow(WIDE_VALUES_TOO), ids=str)
+def test_forward_in_eight_and_sixteen_bits(dims, mask_kind, long, changes, inspect):
     """Q K^T in int8, 32 numbers an instruction; P V as in 16 bits, 16 an instruction; nothing is rounded to 8 bits."""
-    kernel = of_wide_values(dims, sees, long, changes)
+    kernel = of_wide_values(dims, mask_kind, long, changes)
     config, found = kernel.config, inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, config)
     check_descriptors(found)
-    loops = {"all": 1, "causal": 2, "runs": 2}.get(sees, 2 + (not config.pingpong))
+    loops = {"full": 1, "causal": 2, "tiles": 2}.get(mask_kind, 2 + (not config.pingpong))
     groups, counts = 1 + loops, found.counts
     assert counts["IGMMA"] == groups * config.head_dim // 32 and counts["HGMMA"] == groups * config.tile_n // 16
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * groups
@@ -322,8 +322,8 @@ def check_shipped(kernel: Kernel, inspect):
     check_nothing_spills(found)
     check_registers(found, shipped)
     check_descriptors(found)
-    at_both_ends = shipped.sees in ("interval", "rows") and not shipped.pingpong
-    loops = 1 + shipped.from_zero if shipped.sees == "all" else 2 + at_both_ends
+    at_both_ends = shipped.mask_kind in ("band", "varlen") and not shipped.pingpong
+    loops = 1 + shipped.from_zero if shipped.mask_kind == "full" else 2 + at_both_ends
     counts = found.counts
     assert counts["gsb0"] == counts["ARRIVE"] == counts["DEPBAR"] == 2 * (1 + loops)
     assert counts["HGMMA"] == (1 + loops) * (shipped.head_dim // 16 + shipped.tile_n // 16) and counts["UTMALDG"] > 0
@@ -340,10 +340,10 @@ def test_the_series_of_tanh():
     assert ((series.double() - exact) / exact).abs().max() < 2.0**-22
 
 
-@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("mask_kind", SEES)
 @pytest.mark.parametrize("dims", backward_config.TILES, ids=short)
-def test_backward(dims, sees, inspect):
-    check_backward(many_keys(dims, sees, {}), inspect)
+def test_backward(dims, mask_kind, inspect):
+    check_backward(many_keys(dims, mask_kind, {}), inspect)
 
 
 def check_backward(shipped, inspect):
@@ -352,27 +352,27 @@ def check_backward(shipped, inspect):
     alone = shipped.one_block and not shipped.repairs
     assert len(found.usage) == 3 - alone
     check_nothing_spills(found)
-    check_registers(replace(found, usage=[found.usage[-2]]), shipped, kernels=1 + shipped.dq_apart)
+    check_registers(replace(found, usage=[found.usage[-2]]), shipped, kernels=1 + shipped.separate_dq_kernel)
     groups, instructions = backward_products(shipped)
     assert found.counts["HGMMA"] == instructions and found.counts["UTMALDG"] > 0
     assert found.counts["gsb0"] == found.counts["ARRIVE"] == groups
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("dims, sees", FEW, ids=short)
-def test_backward_of_one_block_of_keys(dims, sees, dtype, inspect):
-    check_backward(few_keys(dims, sees, {}, dtype), inspect)
+@pytest.mark.parametrize("dims, mask_kind", FEW, ids=short)
+def test_backward_of_one_block_of_keys(dims, mask_kind, dtype, inspect):
+    check_backward(few_keys(dims, mask_kind, {}, dtype), inspect)
 
 
-@pytest.mark.parametrize("dims, sees, least, dtype", LONG, ids=short)
-def test_backward_of_long_sequences(dims, sees, least, dtype, inspect):
-    check_backward(of_length(dims, sees, least, dtype), inspect)
+@pytest.mark.parametrize("dims, mask_kind, least, dtype", LONG, ids=short)
+def test_backward_of_long_sequences(dims, mask_kind, least, dtype, inspect):
+    check_backward(of_length(dims, mask_kind, least, dtype), inspect)
 
 
 @pytest.mark.parametrize("case", [*APART, *(pytest.param(case, marks=pytest.mark.slow) for case in APART_TOO)], ids=str)
 def test_backward_of_heads_apart(case, inspect):
     """Each query head of a group by thread blocks of its own: sums of dK and dV are handed on at the end of a block of keys."""
-    check_backward(heads_apart(*case), inspect)
+    check_backward(block_per_q_head(*case), inspect)
 
 
 @pytest.mark.parametrize(
@@ -385,21 +385,21 @@ def test_backward_with_wide_keys(config, inspect):
     (check_changed if config.modified or config.dropout else check_backward)(config, inspect)
 
 
-@pytest.mark.parametrize(("dims", "sees", "least"), OF_SMALLER_HEADS + slow(OF_SMALLER_HEADS_TOO), ids=short)
-def test_backward_of_smaller_heads(dims, sees, least, inspect):
+@pytest.mark.parametrize(("dims", "mask_kind", "least"), OF_SMALLER_HEADS + slow(OF_SMALLER_HEADS_TOO), ids=short)
+def test_backward_of_smaller_heads(dims, mask_kind, least, inspect):
     """Whose sums leave out what tiles have beyond them."""
-    check_backward(of_length(dims, sees, least), inspect)
+    check_backward(of_length(dims, mask_kind, least), inspect)
 
 
-@pytest.mark.parametrize(("dims", "sees", "changes"), BACKWARD_CHANGED + slow(BACKWARD_CHANGED_TOO))
-def test_backward_of_changed_scores(dims, sees, changes, inspect):
+@pytest.mark.parametrize(("dims", "mask_kind", "changes"), BACKWARD_CHANGED + slow(BACKWARD_CHANGED_TOO))
+def test_backward_of_changed_scores(dims, mask_kind, changes, inspect):
     """With what scores/again.py does between the products."""
-    check_changed(many_keys(dims, sees, changes), inspect)
+    check_changed(many_keys(dims, mask_kind, changes), inspect)
 
 
-@pytest.mark.parametrize(("dims", "sees", "changes"), [MOST_WITH_TABLES, *slow(OF_FEW_KEYS_TOO)])
-def test_backward_of_changed_scores_and_one_block_of_keys(dims, sees, changes, inspect):
-    check_changed(few_keys(dims, sees, changes), inspect)
+@pytest.mark.parametrize(("dims", "mask_kind", "changes"), [MOST_WITH_TABLES, *slow(OF_FEW_KEYS_TOO)])
+def test_backward_of_changed_scores_and_one_block_of_keys(dims, mask_kind, changes, inspect):
+    check_changed(few_keys(dims, mask_kind, changes), inspect)
 
 
 def check_changed(shipped, inspect):
@@ -419,10 +419,10 @@ def test_repair(kernel, inspect):
 
 
 @pytest.mark.parametrize("bias", BIASES, ids=str)
-@pytest.mark.parametrize(("sums", "sees", "everything"), BIAS_GRADIENTS + slow(BIAS_GRADIENTS_TOO), ids=str)
-def test_gradient_of_a_bias(sums, sees, everything, bias, inspect):
+@pytest.mark.parametrize(("sums", "mask_kind", "everything"), BIAS_GRADIENTS + slow(BIAS_GRADIENTS_TOO), ids=str)
+def test_gradient_of_a_bias(sums, mask_kind, everything, bias, inspect):
     """Its kernel has S and dP once each, by four instructions for the columns of a stage, and P under dP's."""
-    kernel = of_bias(sums, sees, everything, bias)
+    kernel = of_bias(sums, mask_kind, everything, bias)
     found = inspect(kernel)
     check_nothing_spills(found)
     check_registers(found, kernel.config)
@@ -438,7 +438,7 @@ def backward_products(shipped) -> tuple[int, int]:
     """
     over_m, over_n = shipped.tile_m // 16, shipped.tile_n // 16
     ahead = shipped.head_dim // 16, shipped.head_dim_v // 16
-    if shipped.dq_apart:
+    if shipped.separate_dq_kernel:
         from tilewise.backends.hopper.backward.by_queries import KEYS
 
         return 2 * 3 + 3, 2 * sum(ahead) + 4 * over_m + KEYS // 16

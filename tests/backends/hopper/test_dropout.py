@@ -14,7 +14,7 @@ from tilewise.backends.hopper.forward import config as forward
 from tilewise.masks import Causal, Full
 from tilewise.problem import Call, Dropout
 
-SEES = ("all", "causal", "interval", "rows", "runs")
+SEES = ("full", "causal", "band", "varlen", "tiles")
 
 
 def _call(p=0.25, seed=3, offset=0, dtype=torch.bfloat16, **fields):
@@ -70,28 +70,28 @@ def test_heads_are_not_packed():
 @pytest.mark.parametrize("changed", [{}, {"softcap": True}, {"bias": torch.float32, "alibi": True}], ids=str)
 @pytest.mark.parametrize("dims", backward.TILES, ids=str)
 def test_every_problem_has_a_configuration(dims, changed):
-    for sees in SEES:
-        assert forward.configure(torch.bfloat16, *dims, sees, 4096, 4096, dropout=True, **changed).dropout
+    for mask_kind in SEES:
+        assert forward.configure(torch.bfloat16, *dims, mask_kind, 4096, 4096, dropout=True, **changed).dropout
         for few, seqlen in ((False, 1), (False, 8192), (True, 100)):
-            config = backward.configure(torch.bfloat16, *dims, sees, seqlen, few, dropout=True, **changed)
+            config = backward.configure(torch.bfloat16, *dims, mask_kind, seqlen, few, dropout=True, **changed)
             assert config.dropout and not (config.lean or config.whole.delta_in)
 
 
 def test_query_heads_are_not_apart():
     grouped = _call(q=torch.zeros(1, 40000, 16, 128, dtype=torch.bfloat16), k=torch.zeros(1, 40000, 2, 128, dtype=torch.bfloat16))
     grouped = replace(grouped, v=grouped.k)
-    assert plan.config_of(replace(grouped, dropout=None)).heads_apart and not plan.config_of(grouped).heads_apart
+    assert plan.config_of(replace(grouped, dropout=None)).block_per_q_head and not plan.config_of(grouped).block_per_q_head
 
 
 def test_a_configuration_that_begins_at_delta_is_refused():
     with pytest.raises(ValueError, match="dropout comes between dP and delta"):
-        backward.configure(torch.bfloat16, 128, 128, "all", dropout=True).but(delta_in=True)
+        backward.configure(torch.bfloat16, 128, 128, "full", dropout=True).but(delta_in=True)
 
 
 def test_dQ_is_finished_where_a_warpgroup_has_64_columns_of_it():
-    assert backward.configure(torch.bfloat16, 128, 128, "all", dropout=True).finishes
+    assert backward.configure(torch.bfloat16, 128, 128, "full", dropout=True).finishes
     with pytest.raises(ValueError, match="64 columns of a warpgroup"):
-        backward.configure(torch.bfloat16, 64, 64, "all", dropout=True).but(finishes=True)
+        backward.configure(torch.bfloat16, 64, 64, "full", dropout=True).but(finishes=True)
 
 
 def test_it_can_be_warmed():

@@ -6,7 +6,7 @@ import torch
 from tilewise.backends.hopper import entries, widths
 from tilewise.backends.reference import Reference
 from tilewise.backends.tables.documents import by_rows
-from tilewise.masks import Causal, Dense, FirstKeys, Full, Padding, SlidingWindow, Unread
+from tilewise.masks import Causal, Dense, DeviceDocuments, FirstKeys, Full, Padding, SlidingWindow
 from tilewise.testing.cases import Case, make
 
 SHAPE = {"batch": 2, "seqlen_q": 14, "seqlen_k": 19, "heads_q": 4, "heads_k": 2, "head_dim": 8, "dtype": "fp32"}
@@ -41,7 +41,10 @@ def test_folded_calls(mask, kind, alibi, monkeypatch):
     call = make(Case(**SHAPE, mask=FOLDED[mask](kind), alibi=alibi, sink=True), grad=True)
     folded = entries.fold(call)
     assert (
-        folded is not None and folded.batch == 1 and by_rows(folded.mask) and isinstance(folded.mask, Unread) == (call.mask.source is None)
+        folded is not None
+        and folded.batch == 1
+        and by_rows(folded.mask)
+        and isinstance(folded.mask, DeviceDocuments) == (call.mask.source is None)
     )
     reference = Reference()
     o, lse = reference.forward(call)

@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def plain(head_dim, head_dim_v, tile_m, tile_n, **fields):
-    return Config(dtype=BF16, head_dim=head_dim, head_dim_v=head_dim_v, sees="all", tile_m=tile_m, tile_n=tile_n, **fields)
+    return Config(dtype=BF16, head_dim=head_dim, head_dim_v=head_dim_v, mask_kind="full", tile_m=tile_m, tile_n=tile_n, **fields)
 
 
 def call(seqlen_q, seqlen_k=None, heads=16, head_dim=128, mask=None, batch=1):
@@ -51,9 +51,9 @@ def test_the_longest_limit_has_a_name():
 
 
 @pytest.mark.parametrize("dims", TILES, ids=str)
-@pytest.mark.parametrize("sees", ["all", "causal", "interval"])
-def test_what_ships_fits(dims, sees):
-    config = configure(BF16, *dims, sees)
+@pytest.mark.parametrize("mask_kind", ["full", "causal", "band"])
+def test_what_ships_fits(dims, mask_kind):
+    config = configure(BF16, *dims, mask_kind)
     assert forecast.smem_bytes(config) <= config.shared_bytes
     producer, consumer = config.registers
     assert 128 * (producer + config.consumers * consumer) <= H100.registers
@@ -70,9 +70,9 @@ def test_whole_waves_reach_the_limit_of_a_multiprocessor():
 
 
 def test_what_is_padded_or_masked_within_tiles_is_no_useful_work():
-    config = configure(BF16, 72, 72, "all")  # as 96
+    config = configure(BF16, 72, 72, "full")  # as 96
     assert math.isclose(forecast.forecast(config, call(128 * 132, heads=1, head_dim=72)).flops_per_s, 0.75 * H100.peak[BF16])
-    diagonal = forecast.forecast(configure(BF16, 128, 128, "interval"), call(128 * 132, heads=1, mask=SlidingWindow(0, 0)))
+    diagonal = forecast.forecast(configure(BF16, 128, 128, "band"), call(128 * 132, heads=1, mask=SlidingWindow(0, 0)))
     assert math.isclose(diagonal.flops_per_s, H100.peak[BF16] / 128)
 
 

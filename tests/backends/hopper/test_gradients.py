@@ -15,24 +15,24 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import config as backward_config
 from tilewise.backends.hopper.backward.repair import call as repairs
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, Part, PerHead, PrefixLM, PrefixTree, SlidingWindow, Unread
+from tilewise.masks import Causal, Dense, DeviceDocuments, Documents, FirstKeys, Full, Part, PerHead, PrefixLM, PrefixTree, SlidingWindow
 from tilewise.problem import LEAST_SOFTCAP, Call
 
-H100, H200 = (plan.Board(132, again) for _, again in plan.AGAIN)
+H100, H200 = (plan.Gpu(132, again) for _, again in plan.AGAIN)
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 SEES = {
-    Full(): "all",
-    SlidingWindow(None, None): "all",
+    Full(): "full",
+    SlidingWindow(None, None): "full",
     Causal(): "causal",
-    SlidingWindow(5, 0): "interval",
-    Documents((0, 3, 9)): "rows",
-    Documents((0, 3, 9), inner=Causal() & SlidingWindow(2, None, "top_left")): "rows",
-    Unread(CU, CU, SlidingWindow(4, 4)): "rows",
-    Documents((0, 3, 9), inner=PrefixLM(2)): "runs",
-    Unread(CU, CU, FirstKeys(1)): "runs",
-    PrefixLM(4): "runs",
-    Dense(torch.ones(9, 9, dtype=torch.bool)): "runs",
-    PerHead({(0, 2): Causal(), (2, 4): FirstKeys(3)}): "runs",
+    SlidingWindow(5, 0): "band",
+    Documents((0, 3, 9)): "varlen",
+    Documents((0, 3, 9), inner=Causal() & SlidingWindow(2, None, "top_left")): "varlen",
+    DeviceDocuments(CU, CU, SlidingWindow(4, 4)): "varlen",
+    Documents((0, 3, 9), inner=PrefixLM(2)): "tiles",
+    DeviceDocuments(CU, CU, FirstKeys(1)): "tiles",
+    PrefixLM(4): "tiles",
+    Dense(torch.ones(9, 9, dtype=torch.bool)): "tiles",
+    PerHead({(0, 2): Causal(), (2, 4): FirstKeys(3)}): "tiles",
 }
 
 
@@ -50,8 +50,8 @@ def test_every_mask_is_taken(mask):
     launched = [launch for launch, *_ in Hopper().kernels(call)]
     assert launched[-1] == gradients.LAUNCH
     (line,) = (line for line in Hopper().details(call) if line.startswith("backward"))
-    assert ("cu_seqlens" in line) == (SEES[mask] == "rows") and ("tables" in line) == (SEES[mask] == "runs")
-    assert (launched.count("tilewise.backends.hopper.backward.intervals:launch") == 1) == (SEES[mask] == "rows")
+    assert ("cu_seqlens" in line) == (SEES[mask] == "varlen") and ("tables" in line) == (SEES[mask] == "tiles")
+    assert (launched.count("tilewise.backends.hopper.backward.intervals:launch") == 1) == (SEES[mask] == "varlen")
 
 
 def test_keys_of_one_block_need_no_sum():
@@ -60,26 +60,26 @@ def test_keys_of_one_block_need_no_sum():
     assert "written by who computes it" in "".join(gradients.lines(_call(Full(), 128)))
     with pytest.raises(TypeError, match="this configuration has no finishes"):
         few.but(finishes=True)
-    for dims, sees in itertools.product(backward_config.TILES, {*SEES.values()}):
-        few = backward_config.configure(torch.bfloat16, *dims, sees, few=True)
-        assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, sees) == ((192, 128), "all"))
+    for dims, mask_kind in itertools.product(backward_config.TILES, {*SEES.values()}):
+        few = backward_config.configure(torch.bfloat16, *dims, mask_kind, few=True)
+        assert not few.sums and few.one_block == (max(dims) <= 128 or (dims, mask_kind) == ((192, 128), "full"))
         for softcap, bias, (alibi, diagonal) in itertools.product(
             (False, True), (None, torch.float32), ((False, False), (True, False), (True, True))
         ):
             changes = {"softcap": softcap, "bias": bias, "alibi": alibi, "diagonal": diagonal}
-            assert not backward_config.configure(torch.bfloat16, *dims, sees, few=True, **changes).sums
+            assert not backward_config.configure(torch.bfloat16, *dims, mask_kind, few=True, **changes).sums
 
 
 def test_a_visit_is_too_late_for_dQ_from_registers():
     fields = {"dtype": torch.bfloat16, "head_dim": 64, "head_dim_v": 64, "tile_m": 64, "tile_n": 128, "dq": "direct"}
     with pytest.raises(ValueError, match="directly"):
-        backward_config.Config.of(sees="runs", **fields)
-    backward_config.Config.of(sees="rows", **fields)
+        backward_config.Config.of(mask_kind="tiles", **fields)
+    backward_config.Config.of(mask_kind="varlen", **fields)
 
 
 def test_the_last_wave_is_shared_where_it_then_ends_earlier():
     """16 heads of 16,384 tokens are 2,048 blocks on 132 multiprocessors: 15 waves and 68 blocks, of which thirds take two rounds."""
-    config = backward_config.configure(torch.bfloat16, 128, 128, "all", 16384).but(shares=True)
+    config = backward_config.configure(torch.bfloat16, 128, 128, "full", 16384).but(shares=True)
 
     def shared(seqlen_q, heads, config=config):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, 16384))
@@ -106,8 +106,8 @@ def test_the_last_wave_is_shared_where_it_then_ends_earlier():
 )
 def test_heads_that_take_turns_without_a_mask(dim, heads, seqlen, on_h100, on_h200):
     """Eight blocks of each at a time, unless these would fetch each tile anew, or all that they read fits into the L2 cache."""
-    config = backward_config.configure(torch.bfloat16, dim, dim, "all", seqlen)
-    assert [plan._side_by_side(config, heads, 1, seqlen, board) for board in (H100, H200)] == [on_h100, on_h200]
+    config = backward_config.configure(torch.bfloat16, dim, dim, "full", seqlen)
+    assert [plan._side_by_side(config, heads, 1, seqlen, gpu) for gpu in (H100, H200)] == [on_h100, on_h200]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_heads_of_a_group_are_apart_where_their_walks_read_much(heads, seqlens, 
     q, k = (torch.empty(1, n, h, heads[2], dtype=torch.bfloat16, device="meta") for n, h in zip(seqlens, heads[:2], strict=True))
     call = Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)
     found = plan.Plan.of(call, H100)
-    assert found.config.heads_apart == apart
+    assert found.config.block_per_q_head == apart
     blocks = -(-seqlens[1] // found.config.tile_n) * heads[1]
     assert found.parts == (blocks if apart else 0) and (found.scratch[-1] is not None) >= apart
     assert ("each query head by thread blocks of its own" in "".join(gradients.lines(call))) == apart
@@ -138,25 +138,25 @@ def test_few_queries_have_many_heads_take_turns():
     """Blocks of keys that add to the same few tiles of dQ would wait for each other: two tiles for each multiprocessor keep them apart."""
     config = backward_config.configure(torch.bfloat16, 128, 128, "causal", 512)
     for heads_q, heads_k, expected in ((32, 8, 9), (32, 32, 33), (8, 1, 4)):
-        _, ascending, abreast, together, *_ = plan._order(config, 4, 512, heads_q, 16384, heads_k, H100, False)
+        _, ascending, heads_per_step, heads_interleaved, *_ = plan._order(config, 4, 512, heads_q, 16384, heads_k, H100, False)
         assert (
-            abreast == min(expected, ascending or expected)
-            and together >= expected
-            and ascending % abreast == 0
-            and ascending + together == 4 * heads_k
+            heads_per_step == min(expected, ascending or expected)
+            and heads_interleaved >= expected
+            and ascending % heads_per_step == 0
+            and ascending + heads_interleaved == 4 * heads_k
         )
 
 
 TREE, SINK = PrefixTree.group(1024, [512] * 6), SlidingWindow(100, 0) | FirstKeys(64)
 
 
-@pytest.mark.parametrize(("heads", "together"), [(8, 8), (33, 33), (66, 33), (100, 34)])
-def test_all_heads_descend_under_tables(heads, together):
+@pytest.mark.parametrize(("heads", "heads_interleaved"), [(8, 8), (33, 33), (66, 33), (100, 34)])
+def test_all_heads_descend_under_tables(heads, heads_interleaved):
     """About so many together that a head has OF_A_HEAD blocks at a time."""
     q, k = (torch.empty(1, 4096, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads * 2, heads))
     for mask in (TREE, SINK, PrefixLM(2000)):
         _, ascending, _, found, *_ = plan.Plan.of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True), H100).turns[0][1]
-        assert (ascending, found) == (0, together)
+        assert (ascending, found) == (0, heads_interleaved)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_all_heads_descend_under_tables(heads, together):
 def test_a_group_walks_together_where_its_heads_see_the_same(mask, apart):
     for dim in (64, 128, 192):
         q, k = (torch.empty(2, 900, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
-        assert plan.config_of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)).planes_apart == (apart or dim > 128)
-        assert not plan.config_of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True)).planes_apart or dim > 128
+        assert plan.config_of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)).q_heads_in_turn == (apart or dim > 128)
+        assert not plan.config_of(Call(q=q, k=q, v=q, mask=mask, scale=1.0, grad=True)).q_heads_in_turn or dim > 128
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -190,16 +190,16 @@ def test_parts_add_to_dq_in_one_order(mask, dim):
                 )
                 found = plan.Plan.of(Call(q=q, k=k, v=k, mask=part, scale=1.0, grad=True), H100)
                 assert found.turns[0][1].ascending == 0
-                apart |= {found.config.planes_apart} if heads_k < last - first else set()
+                apart |= {found.config.q_heads_in_turn} if heads_k < last - first else set()
     assert apart == {isinstance(mask, PerHead)}
 
 
 def test_a_board_is_known_by_its_cache(monkeypatch):
-    for size, board in ((50 << 20, H100), (60 << 20, H200), (1 << 20, H100), (126 << 20, H200)):
+    for size, gpu in ((50 << 20, H100), (60 << 20, H200), (1 << 20, H100), (126 << 20, H200)):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _, size=size: SimpleNamespace(multi_processor_count=132, L2_cache_size=size)
         )
-        assert plan.board_of.__wrapped__(torch.device("cuda")) == board
+        assert plan.gpu_of.__wrapped__(torch.device("cuda")) == gpu
 
 
 def test_what_is_shared_has_room_where_dQ_goes():
@@ -207,7 +207,7 @@ def test_what_is_shared_has_room_where_dQ_goes():
     for seqlen_q, seqlen_k, heads, shares in ((4096, 2048, 8, 1), (4096, 512, 8, 3), (16384, 4096, 2, 2), (4096, 77, 3, 11)):
         q, k = (torch.empty(1, seqlen, heads, 128, dtype=torch.bfloat16, device="meta") for seqlen in (seqlen_q, seqlen_k))
         call = Call(q=q, k=k, v=k, mask=Full(), scale=1.0, grad=True)
-        config = plan.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "all", 16384)
+        config = plan.config_of(call) if seqlen_k < 128 else backward_config.configure(torch.bfloat16, 128, 128, "full", 16384)
         _, found, parts = plan.shared(config, call, 132)
         (own,), lends = plan._scratch(config, call, 1, parts)[6:], plan.lends(config, parts)
         assert lends == (parts > 0 and seqlen_k > 128) and (own is None) == lends
@@ -258,24 +258,24 @@ def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("sees", "heads", "group", "seqlen", "abreast"),
+    ("mask_kind", "heads", "group", "seqlen", "heads_per_step"),
     [
         ("causal", 128, 1, 4096, 8),
         ("causal", 64, 1, 8192, 4),
         ("causal", 32, 1, 16384, 2),
         ("causal", 32, 1, 1 << 20, 1),
         ("causal", 128, 4, 1024, 1),
-        ("rows", 12, 1, 4096, 6),
-        ("rows", 7, 1, 4096, 7),
-        ("rows", 13, 1, 4096, 1),
+        ("varlen", 12, 1, 4096, 6),
+        ("varlen", 7, 1, 4096, 7),
+        ("varlen", 13, 1, 4096, 1),
     ],
 )
-def test_ascending_heads_take_turns_as_far_as_the_cache_holds_them(sees, heads, group, seqlen, abreast):
+def test_ascending_heads_take_turns_as_far_as_the_cache_holds_them(mask_kind, heads, group, seqlen, heads_per_step):
     """Divisors of the ascending heads, and of all heads where the GPU decides which ascend."""
-    config = backward_config.configure(torch.bfloat16, 64, 64, sees, seqlen)
-    _, ascending, found, together, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
-    assert (found, ascending % found, ascending + together) == (abreast, 0, heads)
-    assert sees != "rows" or heads % found == 0
+    config = backward_config.configure(torch.bfloat16, 64, 64, mask_kind, seqlen)
+    _, ascending, found, heads_interleaved, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
+    assert (found, ascending % found, ascending + heads_interleaved) == (heads_per_step, 0, heads)
+    assert mask_kind != "varlen" or heads % found == 0
 
 
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
@@ -286,7 +286,7 @@ def test_dQ_by_a_kernel_of_its_own_knows_no_turns():
 def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     calls = []
     monkeypatch.setattr(gradients.jit, "compiled", lambda launch, *_: lambda *given: calls.append((launch, given)))
-    monkeypatch.setattr(plan, "board_of", lambda _: H200)
+    monkeypatch.setattr(plan, "gpu_of", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     for name, stand_in in {"current_device": lambda: None, "capturing": lambda: False}.items():
         monkeypatch.setattr(short, name, stand_in)
@@ -301,4 +301,4 @@ def test_parts_of_a_large_batch_have_orders_of_their_own(monkeypatch):
     for (given, found, *_), (bundle, *_) in zip(launched, repaired, strict=True):
         assert all(x is y for x, y in zip(bundle, (given.Q, given.K, given.V, given.dO, *found), strict=True))
     for given, _, _, turns, *_ in launched:
-        assert turns.ascending % turns.abreast == 0 and turns.ascending + turns.together == given.Q.shape[0]
+        assert turns.ascending % turns.heads_per_step == 0 and turns.ascending + turns.heads_interleaved == given.Q.shape[0]

@@ -21,13 +21,13 @@ class Bundle(NamedTuple):
     q: Annotated[Tensor, Of("batch 3 _ _", aligned=True)]
     k: Annotated[Tensor, Floats(lambda config: f"batch {config.tile}", scattered=True)]
     bias: Annotated[Tensor | None, Of("_", "bias")]
-    table: Annotated[Tensor | None, When("sees", ("rows", "runs")), Ints("batch")]
+    table: Annotated[Tensor | None, When("mask_kind", ("varlen", "tiles")), Ints("batch")]
     pairs: Annotated[Pair | None, When("alibi")]
     words: tuple[int, int] | None = None
 
 
 def made(**fields):
-    given = {"dtype": torch.float16, "bias": None, "sees": "all", "alibi": False, "tile": 8}
+    given = {"dtype": torch.float16, "bias": None, "mask_kind": "full", "alibi": False, "tile": 8}
     return StandIns(SimpleNamespace(**given | fields))
 
 
@@ -48,7 +48,7 @@ def test_dtypes_and_strides():
 def test_what_a_configuration_does_without():
     _, _, bias, table, pairs, words = made()(Bundle)
     assert bias is table is pairs is None and len(words) == 2
-    _, _, bias, table, pairs, _ = made(bias=torch.float32, sees="runs", alibi=True)(Bundle)
+    _, _, bias, table, pairs, _ = made(bias=torch.float32, mask_kind="tiles", alibi=True)(Bundle)
     assert bias.element_type.width == 32 and table.shape and isinstance(pairs, Pair) and pairs.second.value == 1.0
 
 

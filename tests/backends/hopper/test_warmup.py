@@ -37,7 +37,7 @@ def test_each_kernel_once():
 def test_all_plain_kernels_that_ship():
     masks, dtypes = (Full(), Causal(), SlidingWindow(1, 0), SlidingWindow(1 << 20, 0)), (BF16, torch.float16)
     found = warmup.kernels(warmup.Cell(*dims, dtype, mask) for dims in config.TILES for dtype in dtypes for mask in masks)
-    ships = {each for dtype in dtypes for each in config.shipped(dtype) if each.sees in ("all", "causal", "interval")}
+    ships = {each for dtype in dtypes for each in config.shipped(dtype) if each.mask_kind in ("full", "causal", "band")}
     assert len(found) == len(ships) and {kernel.config for kernel in found} == ships
 
 
@@ -45,8 +45,8 @@ def test_all_plain_kernels_that_ship():
 def test_a_full_mask_gets_the_tiles_that_its_lengths_cost_least(dims):
     lengths = (1, 77, 128, 197, 256, 257, 384, 577, 729, 1024, 1025, 4096)
     for seqlen_q, seqlen_k in itertools.product(lengths, lengths):
-        chosen = config.configure(BF16, *dims, "all", seqlen_q, seqlen_k)
-        choices = [each for each in config.TILES[dims]["all"] if each.takes(seqlen_q, seqlen_k)]
+        chosen = config.configure(BF16, *dims, "full", seqlen_q, seqlen_k)
+        choices = [each for each in config.TILES[dims]["full"] if each.takes(seqlen_q, seqlen_k)]
         alike = [each for each in choices if each.most_queries == choices[0].most_queries]
         least = min(alike, key=lambda each: each.work(seqlen_q, seqlen_k))
         assert (chosen.tile_m, chosen.tile_n, chosen.cluster) == (
@@ -62,7 +62,9 @@ def test_kernels_that_change_scores_and_masks_of_many_bands():
     assert two.alibi and two.sink and not two.softcap and two.bias is None
     assert warmup.kernels([CELL._replace(extras=("bias",))])[0].config.bias is BF16
     runs, rows = (warmup.kernels([CELL._replace(mask=mask)]) for mask in (PrefixLM(3), Documents([0, 3, 5], inner=Causal())))
-    assert [kernel.config.sees for kernel in runs] == ["runs"] and "rows" in [getattr(kernel.config, "sees", "") for kernel in rows]
+    assert [kernel.config.mask_kind for kernel in runs] == ["tiles"] and "varlen" in [
+        getattr(kernel.config, "mask_kind", "") for kernel in rows
+    ]
     assert all(len(warmup.describe(kernel)) == 4 for kernel in (*runs, *rows))
 
 
@@ -73,10 +75,10 @@ def test_the_backward_pass_where_there_is_one(monkeypatch):
     names = {warmup.describe(kernel)[0] for kernel in both}
     assert set(forward) <= set(both) and names == {"forward", "backward", "repair"}
     covered = [dims for dims in config.TILES if backward_config.tile_dims(*dims)]
-    ways = itertools.product(covered, ("all", "causal", "interval"), backward_config.lengths())
+    ways = itertools.product(covered, ("full", "causal", "band"), backward_config.lengths())
     few = backward_config.ONE_BLOCK
-    ships = {backward_config.configure(BF16, *dims, sees, seqlen, seqlen <= few) for dims, sees, seqlen in ways}
-    apart = {plan.heads_apart(each) for each in ships if each.sees in ("causal", "interval") and each.staged and not each.lean}
+    ships = {backward_config.configure(BF16, *dims, mask_kind, seqlen, seqlen <= few) for dims, mask_kind, seqlen in ways}
+    apart = {plan.block_per_q_head(each) for each in ships if each.mask_kind in ("causal", "band") and each.staged and not each.lean}
     assert len(ships) > 3 * len(backward_config.TILES) and len(apart) > 6
     repairs = {RepairConfig.of(each) for each in ships if each.repairs}
     assert {each.config for each in both} - {each.config for each in forward} == ships | apart | repairs
@@ -155,8 +157,8 @@ def test_kernels_in_eight_bits():
     found = warmup.of_problem(problem)
     names = [warmup.describe(kernel)[0] for kernel in found]
     assert names.count("quantiser") == 1 and set(names) == {"quantiser", "eight_bits"}
-    assert {(kernel.config.sees, kernel.config.cluster, kernel.config.pingpong) for kernel in found if hasattr(kernel.config, "sees")} == {
-        ("all", 1, False), ("all", 2, False), ("causal", 1, False), ("causal", 1, True), ("interval", 1, False),
+    assert {(kernel.config.mask_kind, kernel.config.cluster, kernel.config.pingpong) for kernel in found if hasattr(kernel.config, "mask_kind")} == {
+        ("full", 1, False), ("full", 2, False), ("causal", 1, False), ("causal", 1, True), ("band", 1, False),
     }  # fmt: skip
     of_gradients = warmup.of_problem(replace(problem, grad=True))
     assert {"backward", "forward"} <= {
@@ -164,7 +166,7 @@ def test_kernels_in_eight_bits():
     }  # which begin with the forward pass in 16 bits
     assert set(warmup.of_problem(replace(problem, precision=None, grad=True))) < set(of_gradients)
     found = warmup.of_problem(replace(problem, head_dim=256, head_dim_v=256))
-    assert {kernel.config.pieces for kernel in found if hasattr(kernel.config, "sees")} == {1, 2}  # few keys and many
+    assert {kernel.config.pieces for kernel in found if hasattr(kernel.config, "mask_kind")} == {1, 2}  # few keys and many
 
 
 def test_extras_from_text():
@@ -240,7 +242,7 @@ def test_a_kernel_that_fails_makes_the_command_fail(kept, capsys, monkeypatch):
     (kernel,) = warmup.kernels([CELL])
     monkeypatch.setattr(warmup, "warm", lambda todo, processes: [warmup.Outcome(kernel, "failed", 1.0, reason="out of registers")])
     assert grammar.main(["warmup", "--head-dim", "64"]) == 1
-    assert "bfloat16 sees=interval" in (said := capsys.readouterr().out) and "out of registers" in said
+    assert "bfloat16 mask_kind=band" in (said := capsys.readouterr().out) and "out of registers" in said
 
 
 def test_without_a_cache_there_is_nothing_to_fill(monkeypatch, capsys):

@@ -11,7 +11,7 @@ from decode_problems import DecodeCase
 
 from tests.shared.interpreted import interpreted
 from tilewise.errors import ShapeError
-from tilewise.masks import Causal, ChunkedCausal, Documents, Full, SlidingWindow, Unread
+from tilewise.masks import Causal, ChunkedCausal, DeviceDocuments, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 from tilewise.testing import poison
 from tilewise.testing.cases import Case, make, upstream
@@ -37,7 +37,7 @@ def plays(case: Case, unread: bool = False, precision: str | None = None) -> lis
         call = replace(make(case, seed, grad=precision is None), precision=precision)
         if unread:
             ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 7 + seed, 33], [0, 30 + seed, 40])]
-            return replace(call, mask=Unread(*ends, Causal()))
+            return replace(call, mask=DeviceDocuments(*ends, Causal()))
         return call
 
     bound = None

@@ -80,7 +80,7 @@ class Emulated(Hopper):
             (torch.cuda, "device"): lambda device: nullcontext(),
             (torch.cuda, "is_current_stream_capturing"): lambda: False,
             (torch.cuda, "current_stream"): lambda device=None: stream,
-            (backward_plan, "board_of"): lambda device: backward_plan.Board(self.slots, backward_plan.AGAIN[0][1]),
+            (backward_plan, "gpu_of"): lambda device: backward_plan.Gpu(self.slots, backward_plan.AGAIN[0][1]),
             (forward_plan, "num_sms"): lambda device: self.slots,
             (jit, "compiled"): self.compiled,
             (short, "current_device"): lambda: None,

@@ -7,17 +7,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, get_num_threads
 
+from tilewise.backends import OfInputs
 from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.arguments import CPU, add_dropout, add_tensors, in_order, plain, rows, set_broadcast, set_tensor, workspace
 from tilewise.backends.cpu.native import Library, failure
 from tilewise.backends.cpu.planes import nbytes
 from tilewise.backends.cpu.ways import choose_backward, choose_forward, whole_queries
 from tilewise.errors import check_memory
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.problem import Call, gradient_like
 
 # Of a mask's tables: a call with larger ones takes so long that to keep it saves nothing, and many such calls take much memory.
 KEPT_BYTES = 64 << 10
+Maker = Callable[[Tensor], Tensor]  # of a new tensor, from one that lies as that of the call that was bound
 
 
 class Bound:
@@ -26,9 +28,7 @@ class Bound:
     most: as `choose_forward` has it; None where only gradients are asked for. gradient: what says, on the meta device, how an input's gradient lies.
     """
 
-    def __init__(
-        self, call: Call, library: Library, isa: int, most: int | None, gradient: Callable[[Tensor], Tensor] = gradient_like
-    ) -> None:
+    def __init__(self, call: Call, library: Library, isa: int, most: int | None, gradient: Maker = gradient_like) -> None:
         batch, seqlen_q, heads_q, _ = call.q.shape
         self.args, self.lse_shape = plain(call.q, call.k, call.v, call.scale, call.softcap, isa), (batch, heads_q, seqlen_q)
         self.args.whole_q = whole_queries(call)
@@ -38,7 +38,8 @@ class Bound:
         )
         self.changed = call.dropout is not None or call.diagonal is not None
         o = torch.empty((batch, seqlen_q, heads_q, call.head_dim_v), dtype=call.q.dtype, device="meta")
-        self.new_o, self.new_gradients = _maker(o, call.q), None
+        self.new_o = _maker(o, call.q)
+        self.new_gradients: tuple[Maker, Maker, Maker] | None = None
         for field in (self.args.o, self.args.d_o):
             field.batch, field.seq, field.head, _ = o.stride()
         self.address, self.functions = ctypes.addressof(self.args), library.functions
@@ -54,7 +55,7 @@ class Bound:
     @property
     def kept(self) -> bool:
         """Not where the call depends on what tensors hold, or its mask's tables are large."""
-        reads = self.like.diagonal is not None or isinstance(self.like.mask, Unread)
+        reads = self.like.diagonal is not None or isinstance(self.like.mask, DeviceDocuments)
         return not reads and nbytes(self.tables) <= KEPT_BYTES
 
     def forward(
@@ -100,12 +101,11 @@ class Bound:
         d_lse: Tensor | None,
         extras: tuple[Tensor | None, ...],
         bias_grad: bool,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> OfInputs:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
-        if self.new_gradients is None:
-            self._prepare_backward()
+        new_dq, new_dk, new_dv = self.new_gradients or self._prepare_backward()
         (bias, _, sink, *_), (args, keep), o = extras, self.arguments(extras), o.contiguous()
-        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=CPU) if bias_grad else None
+        d_bias = torch.zeros(bias.shape, dtype=torch.float32, device=CPU) if bias_grad and bias is not None else None
         d_sink = None if sink is None else torch.zeros(sink.shape, dtype=torch.float32, device=CPU)
         turned = not d_o.is_contiguous()
         if turned or (d_lse, d_bias, d_sink) != (None, None, None):
@@ -120,7 +120,6 @@ class Bound:
                 set_broadcast(args.dbias, d_bias)
             if d_sink is not None:
                 args.dsink = d_sink.data_ptr()
-        new_dq, new_dk, new_dv = self.new_gradients
         dq, dk, dv = new_dq(q), new_dk(k), new_dv(v)
         threads = get_num_threads()
         kind = threads, d_lse is None, bias_grad
@@ -137,18 +136,20 @@ class Bound:
         if status := self.run_back(address, threads, *inputs, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), start):
             raise failure(status)
         del memory, keep
-        return dq, dk, dv, None if d_bias is None else d_bias.to(bias.dtype), None if d_sink is None else d_sink.to(sink.dtype)
+        d_bias = None if bias is None or d_bias is None else d_bias.to(bias.dtype)
+        return dq, dk, dv, d_bias, None if sink is None or d_sink is None else d_sink.to(sink.dtype)
 
-    def _prepare_backward(self) -> None:
+    def _prepare_backward(self) -> tuple[Maker, Maker, Maker]:
         self.tables = [*self.tables, *choose_backward(self.args, self.like)]
-        inputs = self.like.q, self.like.k, self.like.v
-        gradients = [self.gradient(x) for x in inputs]
+        q, k, v = self.like.q, self.like.k, self.like.v
+        dq, dk, dv = self.gradient(q), self.gradient(k), self.gradient(v)
         if self.like.wide_keys:
             self.args.wide = 1
-            gradients[1:] = [x.float() for x in gradients[1:]]
-        for field, x in zip((self.args.dq, self.args.dk, self.args.dv), gradients, strict=True):
+            dk, dv = dk.float(), dv.float()
+        for field, x in ((self.args.dq, dq), (self.args.dk, dk), (self.args.dv, dv)):
             field.batch, field.seq, field.head, _ = x.stride()
-        self.new_gradients = tuple(map(_maker, gradients, inputs))
+        self.new_gradients = found = _maker(dq, q), _maker(dk, k), _maker(dv, v)
+        return found
 
     def arguments(self, extras: tuple[Tensor | None, ...]) -> tuple[abi.Args, list]:
         """The kernel's arguments with the call's other tensors, and what must stay alive while it runs."""
@@ -174,7 +175,7 @@ def _on_meta(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _maker(made: Tensor, like: Tensor) -> Callable[[Tensor], Tensor]:
+def _maker(made: Tensor, like: Tensor) -> Maker:
     """What makes a tensor that lies as `made` from one that lies as `like`; empty_like takes 1 us, new_empty_strided 2."""
     shape, strides = made.shape, made.stride()
     same = like.shape == shape and like.stride() == strides and like.dtype == made.dtype  # so that it is dense

@@ -144,7 +144,7 @@ def _installed() -> Path | str:
 
     Otherwise a sentence, empty where there is none.
     """
-    here, places = Path(__file__).parent, map(Path, sys.modules[__package__].__path__)
+    here, places = Path(__file__).parent, map(Path, sys.modules[__name__.rpartition(".")[0]].__path__)
     wrong = ""
     for path in (place / NAME for place in places if (place / NAME).exists()):
         wrong = _unfit(path) or (path.parent != here and _older_than_sources(path)) or ""

@@ -97,7 +97,9 @@ def planes_of_shares(call: DecodeCall, queries: ndarray, keep: list) -> ctypes.A
     planes, share = (abi.PlaneArg * len(queries))(), call.share
     assert share is not None
     for n, (rows, length) in enumerate(zip(queries.tolist(), call.seqlens.tolist(), strict=True)):
-        table = call.mask.resolve(rows, length).table
+        region = call.mask.resolve(rows, length)
+        assert isinstance(region, Bands)  # or `cache.bind` had refused the mask
+        table = region.table
         band, place = expand(table[:, 1] - table[:, 0])
         row = table[band, 0] + place
         begin, end = np.maximum(table[band, 2], row + table[band, 4]), np.minimum(table[band, 3], row + table[band, 5] + 1)

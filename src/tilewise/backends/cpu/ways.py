@@ -6,7 +6,7 @@ lengths, documents are a mask like others.
 """
 
 import ctypes
-from typing import TypeVar
+from typing import overload
 
 import numpy as np
 from numpy import ndarray
@@ -15,13 +15,12 @@ from tilewise.backends.cpu import abi
 from tilewise.backends.cpu.planes import planes_of, planes_of_sequences
 from tilewise.masks import Documents, Part
 from tilewise.masks.arguments import check_fits
-from tilewise.masks.constructors import Unread
+from tilewise.masks.constructors import DeviceDocuments
 from tilewise.problem import Call
 
 # Up to so many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
 # the numbers of K and V that a head reads are NUMBERS_A_PAIR times the queries' square (measured: docs/cpu-notes.md).
 FEW_QUERIES, FEW_QUERIES_NARROW, NUMBERS_A_PAIR = 8, 4, 64
-Lengths = TypeVar("Lengths", int, ndarray)
 
 
 def choose_forward(args: abi.Args, call: Call, most: int) -> list:
@@ -40,7 +39,11 @@ def choose_backward(args: abi.Args, call: Call) -> list:
     return [planes]
 
 
-def few_queries(queries: Lengths, keys: Lengths, numbers: int, most: int) -> Lengths:
+@overload
+def few_queries(queries: int, keys: int, numbers: int, most: int) -> bool: ...
+@overload
+def few_queries(queries: ndarray, keys: ndarray, numbers: int, most: int) -> ndarray: ...
+def few_queries(queries, keys, numbers: int, most: int):
     """Which calls leave lanes of a panel so empty that the rows of a head are better computed key by key; `numbers` of K and V a key."""
     return (queries == 1) | ((queries <= most) & (keys * numbers >= NUMBERS_A_PAIR * queries**2))
 
@@ -52,18 +55,19 @@ def whole_queries(call: Call) -> int:
 
 def documents_of(call: Call) -> Documents | None:
     """The call's mask where its documents are computed one by one; None for other calls. ShapeError where they do not fit."""
-    mask = call.mask.read() if isinstance(call.mask, Unread) else call.mask
+    mask = call.mask.read() if isinstance(call.mask, DeviceDocuments) else call.mask
     by_call = call.bias is not None or call.dropout is not None or (call.alibi_slopes is not None and call.diagonal is None)
     if not isinstance(mask, Documents) or call.batch != 1 or by_call:
         return None
+    assert mask.cu_seqlens_k is not None  # since it was made
     for axis, ends, seqlen in (("q", mask.cu_seqlens_q, call.seqlen_q), ("k", mask.cu_seqlens_k, call.seqlen_k)):
-        check_fits(f"Documents: cu_seqlens_{axis}", ends[-1], f"seqlen_{axis}", np.array([seqlen]))
+        check_fits(f"Documents: cu_seqlens_{axis}", int(ends[-1]), f"seqlen_{axis}", np.array([seqlen]))
     return mask
 
 
 def _one_by_one(args: abi.Args, call: Call, mask: Documents, most: int) -> list:
     """The way of packed documents; the queries behind the last are one more, which has no keys."""
-    assert mask.cu_seqlens_k is not None  # since it was made
+    assert mask.cu_seqlens_k is not None and mask.inner is not None  # since it was made
     cu_q, cu_k = ((*ends, seqlen) for ends, seqlen in ((mask.cu_seqlens_q, call.seqlen_q), (mask.cu_seqlens_k, mask.cu_seqlens_k[-1])))
     starts_q, starts_k = np.array(cu_q, dtype=np.int64), np.array(cu_k, dtype=np.int64)
     bounds = np.stack([starts_q[:-1], starts_q[1:], starts_k[:-1], starts_k[1:]], axis=1)

@@ -12,8 +12,8 @@ from tilewise.backends.hopper.operands import Changes, Draw, Scores
 from tilewise.problem import Call, Dropout, in_fp32
 
 FLOAT_MAX = torch.finfo(torch.float32).max
-# Draw.lift is no more. Without a lift fp16 has few bits for what a dropped pair adds to dS, P delta (1 - p); as it is at most 1 / (1 - p), no dS is
-# larger than by the formula.
+# The upper bound of Draw.lift. Without a lift fp16 has few bits for what a dropped pair adds to dS, P delta (1 - p); as it is at most 1 / (1 - p), no
+# dS is larger than by the formula.
 LIFT = 1024.0
 LEAST = 1e-30  # in place of a factor that is 0 in fp32, which would make NaN of a hidden score; either leaves nothing of a score
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tilewise.backends.tables import documents
-from tilewise.masks import Causal, Documents, Full, Mask, Padding, SlidingWindow, Unread
+from tilewise.masks import Causal, DeviceDocuments, Documents, Full, Mask, Padding, SlidingWindow
 from tilewise.masks.mask import Combined
 from tilewise.problem import Call, Gradients
 
@@ -73,14 +73,14 @@ def _padding(mask: Mask) -> tuple[Padding, list[Mask]] | None:
     return None
 
 
-def _documents(call: Call) -> Documents | Unread | None:
+def _documents(call: Call) -> Documents | DeviceDocuments | None:
     if call.mask.source is not None:
         return _listed(call.mask, call.batch, call.seqlen_q, call.seqlen_k)
     found = _padding(call.mask)
     inner = None if found is None else _inner(*found, call.seqlen_k - call.seqlen_q)
     if found is None or inner is None:
         return None
-    return Unread(*_ends(found[0], call.batch, call.seqlen_q, call.seqlen_k, call.q.device), inner)
+    return DeviceDocuments(*_ends(found[0], call.batch, call.seqlen_q, call.seqlen_k, call.q.device), inner)
 
 
 @lru_cache(maxsize=256)

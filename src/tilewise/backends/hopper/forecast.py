@@ -76,7 +76,7 @@ def forecast(config: Config, call: Call, machine: Machine = H100) -> Forecast:
     rounds, left = divmod(units, blocks)
     most = math.ceil(left * a_unit / blocks) if config.shares else min(left, 1) * a_unit  # tiles of what is left over, for a block
     even = (rounds * a_unit + most) * config.blocks
-    steps = even if config.sees == "all" else max(visited / busy, visited / max(units, 1))  # of a multiprocessor
+    steps = even if config.mask_kind == "full" else max(visited / busy, visited / max(units, 1))  # of a multiprocessor
     pairs = call.mask.pairs(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     flops = 2 * pairs * (call.head_dim + call.head_dim_v)
     a_clock = machine.peak[config.dtype] / (machine.sms * PRODUCTS)

@@ -18,8 +18,8 @@ LikeV = Annotated[Tensor, Of("batch seqlen_k heads_k head_dim_v", aligned=True)]
 LikeO = Annotated[Tensor, Of("batch seqlen_q heads_q head_dim_v", aligned=True)]
 LikeL = Annotated[Tensor, Floats("batch heads_q seqlen_q")]
 
-ROWS, RUNS, EITHER = (When("sees", each) for each in (("rows",), ("runs",), ("rows", "runs")))
-APART = When("dq_apart")
+ROWS, RUNS, EITHER = (When("mask_kind", each) for each in (("varlen",), ("tiles",), ("varlen", "tiles")))
+APART = When("separate_dq_kernel")
 WORD = 32  # queries in a word of a bitmap of KeyTables
 QUERIES, KEYS = 128, 64  # of a tile of by_queries.py
 
@@ -191,10 +191,10 @@ class Turns(NamedTuple):
 
     num_sms: int
     ascending: int
-    abreast: int
-    together: int
+    heads_per_step: int
+    heads_interleaved: int
     queries_together: int  # heads that take turns in by_queries.py
-    behind: int
+    finish_lag: int
     shared_from: int
     shares: int
 

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from tilewise.masks import Causal, Full, Mask, SlidingWindow
+from tilewise.masks import Bands, Causal, Full, Mask, SlidingWindow
 
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 NOTHING = 0, 0, 0, 0, -FAR, FAR
@@ -20,10 +20,10 @@ def band_of(mask: Mask, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
             diagonal = _diagonal(mask, seqlen_q, seqlen_k)
             return _window(seqlen_q, seqlen_k, -FAR if left is None else diagonal - left, FAR if right is None else diagonal + right)
     (plane,) = mask.planes(seqlen_q, seqlen_k, 1, 1)
-    bands = list(plane.region)
-    if not bands:
+    assert isinstance(plane.region, Bands)
+    if not plane.region:
         return NOTHING
-    (band,) = bands
+    (band,) = plane.region
     return *band[:4], max(band.lo, -FAR), min(band.hi, FAR)
 
 

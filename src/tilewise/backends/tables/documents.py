@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import FAR
-from tilewise.masks import Causal, Documents, SlidingWindow, Unread
+from tilewise.masks import Causal, DeviceDocuments, Documents, SlidingWindow
 from tilewise.masks.constructors import longest_of
 from tilewise.masks.mask import Combined, Full, Mask
 
@@ -26,7 +26,7 @@ class Offsets(NamedTuple):
     hi_left: int = FAR
 
 
-def offsets(mask: Mask) -> Offsets | None:
+def offsets(mask: Mask | None) -> Offsets | None:
     """Of a document's inner mask; None where it is no single band."""
     match mask:
         case Full():
@@ -46,20 +46,24 @@ def _aligned(align: str, lo: int, hi: int) -> Offsets:
     return Offsets(lo, hi) if align == "bottom_right" else Offsets(lo_left=lo, hi_left=hi)
 
 
-def longest_walk(mask: Documents | Unread) -> int:
+def longest_walk(mask: Documents | DeviceDocuments) -> int:
     """Keys that a query sees at most, about: those of the longest document, or of its window; 0 where only the device knows."""
-    lo, hi, *_ = offsets(mask.inner)
-    return min(longest_of(mask.cu_seqlens_q) if isinstance(mask, Documents) else mask.longest(), hi - lo + 1)
+    inner = offsets(mask.inner)
+    assert inner is not None  # or the mask is not `by_rows`
+    if isinstance(mask, DeviceDocuments):
+        return min(mask.longest(), inner.hi - inner.lo + 1)
+    assert isinstance(mask.cu_seqlens_q, tuple)  # since __post_init__
+    return min(longest_of(mask.cu_seqlens_q), inner.hi - inner.lo + 1)
 
 
 def by_rows(mask: Mask) -> bool:
     """Whether `rows_of` can make tables for the mask."""
-    return isinstance(mask, Documents | Unread) and offsets(mask.inner) is not None
+    return isinstance(mask, Documents | DeviceDocuments) and offsets(mask.inner) is not None
 
 
 def check(mask: Mask, seqlen_q: int, seqlen_k: int) -> None:
     """Raise ShapeError for bad cu_seqlens that are on the device. They are read once; under CUDA graph capture they cannot be."""
-    if isinstance(mask, Unread) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+    if isinstance(mask, DeviceDocuments) and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
         mask.check(seqlen_q, seqlen_k)
 
 
@@ -69,7 +73,7 @@ def on_device(cu_seqlens: Tensor, device: torch.device) -> Tensor:
     return cu_seqlens if here else cu_seqlens.to(device, torch.int32).contiguous()
 
 
-def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, config, device: torch.device, find: Callable):
+def found(mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, what: str, config, device: torch.device, find: Callable):
     """`find(cu_seqlens_q, cu_seqlens_k, offsets, seqlen_q, seqlen_k, config)`, on the current stream, of int32 tensors on the device; where
     cu_seqlens are there already, without waiting for it. `what` it finds of `Documents` for tiles like config's is found once, and kept.
     """
@@ -77,7 +81,7 @@ def found(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, what: str, con
     def look(*cu_seqlens: Tensor):
         return find(*(on_device(ends, device) for ends in cu_seqlens), offsets(mask.inner), seqlen_q, seqlen_k, config)
 
-    if isinstance(mask, Unread):
+    if isinstance(mask, DeviceDocuments):
         return look(*mask.ends())
     (plane,) = mask.planes(seqlen_q, seqlen_k)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewise.backends.tables.keeping import kept
 from tilewise.masks.band_tables import LO
+from tilewise.masks.bands import Bands
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.mask import Plane
 from tilewise.masks.tiles import BAND, BITMAP, FULL, Runs, lower
@@ -59,7 +60,8 @@ def tables(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_
     key = "hopper", tile_m, tile_n, device, batch, heads, where, tuple(map(id, regions))
 
     def make() -> Tables:
-        return Tables(*(torch.from_numpy(x).to(device) for x in _arrays(planes, batch, heads, tile_m, tile_n)), regions)
+        arrays = _arrays(planes, batch, heads, tile_m, tile_n)
+        return Tables(*(torch.from_numpy(x).to(device) for x in arrays), regions=regions)
 
     return kept(regions[0].memo, key, make)
 
@@ -136,6 +138,7 @@ def _drawn(runs: Runs, m_block: ndarray, which: ndarray, tile: ndarray, count: i
     """The union of the bands of the runs `which` in each of `count` key tiles; tile[i] is that of which[i], ascending."""
     out = np.zeros((count, runs.tile_m * words // 2), np.uint64)
     below = np.packbits(np.tri(runs.tile_n + 1, 32 * words, -1, bool), axis=1, bitorder="little").view(np.uint32)  # row n: the first n keys
+    assert isinstance(runs.region, Bands)
     q0, q1, k0, k1, lo, hi = (column[:, None] for column in runs.region.table[runs.ref[which]].T)
     row, n0 = m_block[which, None] * runs.tile_m + np.arange(runs.tile_m), runs.n0[which, None] * runs.tile_n
     begin, end = np.maximum(k0, row + lo) - n0, np.minimum(k1, row + hi + 1) - n0

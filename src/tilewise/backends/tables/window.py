@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from tilewise.masks import Full, Mask
+from tilewise.masks import Bands, Full, Mask
 from tilewise.masks.band_tables import INF
 
 FAR = 1 << 30  # beyond every length; sums of two still fit 32 bits
@@ -30,6 +30,7 @@ def window_of(mask: Mask) -> Window | None:
 
 def _on(mask: Mask, seqlen_k: int) -> Window | None:
     (plane,) = mask.planes(QUERIES, seqlen_k)
+    assert isinstance(plane.region, Bands)
     if len(plane.region) != 1:
         return None
     ((q0, q1, k0, k1, lo, hi),) = plane.region

@@ -69,7 +69,7 @@ class Tiled(Backend):
                 tile_o, tile_lse, tile_max = _forward_rows(scores, v, block)
                 o_part[:, :, block.start : block.stop] = tile_o
                 lse_part[:, :, block.start : block.stop] = tile_lse
-                if row_max is not None:
+                if row_max is not None and tile_max is not None:
                     part.statistics(row_max)[:, :, block.start : block.stop] = tile_max
         return (o, lse) if row_max is None else (o, lse, row_max)
 
@@ -78,7 +78,8 @@ class Tiled(Backend):
         check_capture(call.q, "backend 'tiled'", CAPTURE)
         dtype = _compute_dtype(call)
         inputs = (call.q, call.k, call.v, call.bias if bias_grad else None, call.sink)
-        dq, dk, dv, d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs)
+        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs[:3])
+        d_bias, d_sink = (x if x is None else torch.zeros(x.shape, dtype=dtype, device=x.device) for x in inputs[3:])
         needed = care(call, d_o)
         for part in parts(call, self.tile(call)):
             scores = Scores(part, dtype, needed)
@@ -97,7 +98,7 @@ class Tiled(Backend):
         dk.mul_(call.scale)
         found = zip(Gradients._fields, (dq, dk, dv, d_bias, d_sink), inputs, strict=True)
         wide = ("k", "v") if call.wide_keys else ()
-        return Gradients(*(x if x is None or name in wide else x.to(like.dtype) for name, x, like in found))
+        return Gradients._make(x if x is None or like is None or name in wide else x.to(like.dtype) for name, x, like in found)
 
 
 def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor | None]:

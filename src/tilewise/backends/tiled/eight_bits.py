@@ -97,7 +97,7 @@ class Rows:
         if self.softcap:
             s = torch.tanh((s + self.shift[:, rows]) / self.softcap) * (self.softcap * _LOG2_E)  # Eq. 29
         if call.alibi_slopes is not None:
-            self._split(s).sub_(self._alibi(block, step))
+            self._split(s).sub_(self._alibi(call.alibi_slopes, block, step))
         if step.predicate is not None:
             self._split(s).masked_fill_(~step.predicate.visible[:, None], -math.inf)  # Eq. 19
         return s
@@ -145,11 +145,11 @@ class Rows:
         """A view (batch, heads_k, queries, group, columns) of packed rows (lanes, queries * group, columns)."""
         return x.view(*self.lanes, -1, self.width, x.shape[-1])
 
-    def _alibi(self, block: Block, step: Step) -> Tensor:
+    def _alibi(self, slopes: Tensor, block: Block, step: Step) -> Tensor:
         """log2(e) slope |i + diagonal - j|: (batch or 1, heads_k, queries, group, keys)."""
         call, on = self.call, {"dtype": torch.int64, "device": self.q.device}
         diagonal = call.seqlen_k - call.seqlen_q if call.diagonal is None else call.diagonal[block.start : block.stop]
         i, j = torch.arange(block.start, block.stop, **on), torch.arange(step.start, step.stop, **on)
-        slopes = call.alibi_slopes if call.alibi_slopes.shape[0] == 1 else call.alibi_slopes[self.part.batch]
+        slopes = slopes if slopes.shape[0] == 1 else slopes[self.part.batch]
         slopes = self.part.per_head(slopes)[:, :, None, :, None] * _LOG2_E
         return slopes * ((i + diagonal)[:, None] - j).abs()[:, None].float()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tilewise.masks.bands import Band, Bands, within
 from tilewise.masks.bitmap import Bitmap
-from tilewise.masks.tiles import BAND, FULL, lower
+from tilewise.masks.tiles import FULL, lower
 from tilewise.problem import Call
 
 # Pairs whose scores are alive at once, per device type. CPU: 2 MiB in fp32, what two cores keep in their second-level caches.
@@ -166,7 +166,7 @@ def _blocks(region: Bands | Bitmap, rows: int, columns: int, dtype: torch.dtype,
             c0, c1 = n * columns, min((n + 1) * columns, runs.seqlen_k)
             if kinds[0] == FULL:
                 steps.append(Step(c0, c1, None))
-            elif kinds[0] == BAND:
+            elif isinstance(region, Bands):
                 bands = tuple(_relative(region.table[r].tolist(), start, stop, c0, c1) for r in refs)
                 first, last, predicate = _band_predicate(bands, stop - start, c1 - c0, transposed, dtype, device)
                 steps.append(Step(c0 + first, c0 + last, predicate))
@@ -197,7 +197,7 @@ def _band_predicate(bands: tuple[Band, ...], rows: int, columns: int, transposed
 
 def _predicate(visible: np.ndarray, transposed: bool, dtype: torch.dtype, device: torch.device) -> tuple[int, int, Predicate]:
     """(first, last, predicate of columns [first, last)): columns at either end that nobody sees are cut off."""
-    (seen,) = visible.any(axis=0).nonzero()
+    seen = np.flatnonzero(visible.any(axis=0))
     first, last = int(seen[0]), int(seen[-1]) + 1
     visible = visible[:, first:last]
     pairs = torch.from_numpy(np.ascontiguousarray(visible.T if transposed else visible)).to(device)

@@ -68,7 +68,7 @@ class Scores:
         if self.call.bias is not None:
             pairs.add_(cut(self.part.pairs(self.call.bias), ALL, ALL, slice(i0, i1), ALL, slice(j0, j1)))
         if self.call.alibi_slopes is not None:
-            pairs.addcmul_(*self._alibi(i0, i1, j0, j1), value=-1.0)
+            pairs.addcmul_(*self._alibi(self.call.alibi_slopes, i0, i1, j0, j1), value=-1.0)
         if predicate is not None and self.exact:
             pairs.masked_fill_(~predicate.visible[:, None], -math.inf)  # Eq. 19
             if derivative is not None:
@@ -89,10 +89,10 @@ class Scores:
         kept = kept.unflatten(1, (-1, self.width)).transpose(2, 3).reshape(self.q.shape[0], -1, j1 - j0)
         return kept.to(self.dtype).mul_(philox.keep_scale(dropout.p))
 
-    def _alibi(self, i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
+    def _alibi(self, slopes: Tensor, i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
         """Slopes (batch or 1, heads_k, 1, group, 1) and distances (queries, 1, keys)."""
         diagonal = self.call.seqlen_k - self.call.seqlen_q if self.call.diagonal is None else self.call.diagonal[i0:i1]
         i, j = (torch.arange(a, b, dtype=torch.int64, device=self.q.device) for a, b in ((i0, i1), (j0, j1)))
         distance = ((i + diagonal)[:, None] - j).abs_().to(self.dtype)
-        slopes = cut(self.part.per_head(self.call.alibi_slopes), self.part.batch).to(self.dtype)
+        slopes = cut(self.part.per_head(slopes), self.part.batch).to(self.dtype)
         return slopes[:, :, None, :, None], distance[:, None]

@@ -25,8 +25,9 @@ def why_not(call: AppendCall) -> list[str]:
     both = (call.k, call.k_cache), (call.v, call.v_cache)
     if any(x.dtype not in (*DTYPES, *EIGHT_BITS) or x.dtype != y.dtype or x.itemsize != call.k.itemsize for x, y in both):
         reasons.append("it writes fp32, bf16, fp16 and 8 bits, k and v of one size, as they are")
-    if call.rotary_cos is not None and not ({call.rotary_cos.dtype, call.rotary_sin.dtype} <= set(DTYPES) and call.k.dtype in DTYPES):
-        reasons.append(f"it rotates fp32, bf16 and fp16 by tables of these, not {call.k.dtype} by {call.rotary_cos.dtype}")
+    cos, sin = call.rotary_cos, call.rotary_sin
+    if cos is not None and sin is not None and not {call.k.dtype, cos.dtype, sin.dtype} <= set(DTYPES):
+        reasons.append(f"it rotates fp32, bf16 and fp16 by tables of these, not {call.k.dtype} by {cos.dtype}")
     if any(x is not None and 0 in x.shape for x in (call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos)):
         reasons.append("there is nothing to write, nowhere to write it, or nothing in a rotary table")
     if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (call.k_cache, call.v_cache)):

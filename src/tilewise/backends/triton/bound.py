@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tilewise.backends import philox
+from tilewise.backends import OfInputs, philox
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import band_of
 from tilewise.backends.tables.keeping import kept
@@ -23,7 +23,7 @@ from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
-from tilewise.masks import Documents, Mask, SlidingWindow, Unread
+from tilewise.masks import DeviceDocuments, Documents, Mask, SlidingWindow
 from tilewise.masks.mask import Plane
 from tilewise.problem import Call, Dropout, in_fp32
 
@@ -49,6 +49,7 @@ class Visible:
             turned = (column0, column1, row0, row1, -high, -low)
             self.arguments = dict(zip(self.arguments, turned if by_keys else (row0, row1, column0, column1, low, high), strict=True))
         elif self.kind == "varlen":
+            assert isinstance(mask, Documents | DeviceDocuments)
             self.find = _finder(mask, seqlen_q, seqlen_k, device, by_keys)
             if isinstance(mask, Documents):
                 ends = _of_documents(mask, seqlen_q, seqlen_k, device, by_keys, self.find)
@@ -65,7 +66,10 @@ class Visible:
 
     def of(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> dict[str, object]:
         """The arguments of a call that has these documents."""
-        return self.arguments if self.find is None else self.arguments | {"ends": self.find(cu_seqlens_q, cu_seqlens_k)}
+        if self.find is None:
+            return self.arguments
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None
+        return self.arguments | {"ends": self.find(cu_seqlens_q, cu_seqlens_k)}
 
 
 def kind_of(mask: Mask) -> str:
@@ -73,16 +77,20 @@ def kind_of(mask: Mask) -> str:
     ("varlen"), or by tables of tiles ("tiles").
     """
     if mask.kind in ("full", "band"):
-        sides = (mask.left, mask.right) if isinstance(mask, SlidingWindow) else (None,)
-        return "window" if None not in sides and sum(sides) < FEW_KEYS else "band"
+        if not isinstance(mask, SlidingWindow) or mask.left is None or mask.right is None:
+            return "band"
+        return "window" if mask.left + mask.right < FEW_KEYS else "band"
     return "varlen" if documents.by_rows(mask) else "tiles"
 
 
 def _finder(
-    mask: Documents | Unread, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
+    mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What finds the intervals of rows from cu_seqlens on the device."""
-    low, high, low_left, high_left = documents.offsets(mask.inner)
+    assert mask.inner is not None  # since it was made
+    inner = documents.offsets(mask.inner)
+    assert inner is not None  # or `documents.by_rows` had refused the mask
+    low, high, low_left, high_left = inner
     run, rows = launcher(finding(by_keys), of_device(device)), seqlen_k if by_keys else seqlen_q
     fixed = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "low": low, "high": high, "low_left": low_left, "high_left": high_left}
 
@@ -140,7 +148,8 @@ class Bound:
             **{name: _on_meta(getattr(call, name)) for name in "qkv"},
         )
         self.device, self.batch, self.heads = call.q.device, call.batch, call.heads_q
-        self.flags, self.weight = _flags(call), configs.weight_of(call)
+        self.flags = _flags(call)
+        self.weight: configs.Weight = configs.weight_of(call)
         typed = {"q": call.q, "bias": call.bias, "d_bias": call.bias, "sink": call.sink}
         dtypes = {name: x.dtype for name, x in typed.items() if x is not None}
         dtypes |= {"d_k": torch.float32, "d_v": torch.float32} if call.wide_keys else {}
@@ -175,7 +184,7 @@ class Bound:
     @property
     def kept(self) -> bool:
         """Not where the call depends on what tensors hold, or its mask's tables are large."""
-        reads = self.like.diagonal is not None or (isinstance(self.like.mask, Unread) and self.visible.find is None)
+        reads = self.like.diagonal is not None or (isinstance(self.like.mask, DeviceDocuments) and self.visible.find is None)
         return not reads and self.visible.nbytes <= KEPT_BYTES
 
     def kernels(self, purpose: str, mask: str = "") -> list[Kernel]:
@@ -210,17 +219,20 @@ class Bound:
         """As `Backend.forward`, of the bound call itself."""
         shape = self.batch, self.like.seqlen_q, self.heads, self.like.head_dim_v
         o = torch.empty(shape, dtype=call.out_dtype or call.q.dtype, device=call.q.device) if call.out is None else call.out
-        return self._forward(call.q, call.k, call.v, o, call.extras)
+        o, lse, row_max = self._forward(call.q, call.k, call.v, o, call.extras)
+        return (o, lse) if row_max is None else (o, lse, row_max)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, extras: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """O, LSE and, where the call wants it, each row's largest score."""
         seqlen_q = self.like.seqlen_q
         shape, tiles = (self.batch, self.heads, seqlen_q), -(-seqlen_q // self.config.tile_m)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        largest = [torch.empty_like(lse)] if self.like.row_max else []
+        row_max = torch.empty_like(lse) if self.like.row_max else None
         if not self.batch * self.heads * tiles:
-            return o, lse, *largest
-        written = {"o": o, "lse": lse, "row_max": largest[0] if largest else None}
+            return o, lse, row_max
+        written = {"o": o, "lse": lse, "row_max": row_max}
         with on(self.device):
             self.tapes.run(
                 ("forward", o.stride()),
@@ -228,7 +240,7 @@ class Bound:
                 self.visible.arguments.values(),
                 lambda: self._attend(q, k, v, written, tiles, extras),
             )
-        return o, lse, *largest
+        return o, lse, row_max
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, written: Mapping, tiles: int, extras: tuple[Tensor | None, ...]) -> None:
         """Launch all of the forward pass."""
@@ -294,7 +306,7 @@ class Bound:
         d_lse: Tensor | None,
         extras: tuple[Tensor | None, ...],
         bias_grad: bool,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> OfInputs:
         """dQ, dK, dV, dBias and dSink from what `forward` returned, dO and dLSE."""
         if self.back is None:
             keys = Visible(self.like, self.device, self.config_of("dkdv"), by_keys=True)
@@ -323,7 +335,7 @@ class Bound:
         dropout = self.like.dropout
         return _NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng))
 
-    def of_extras(self, extras: tuple[Tensor | None, ...]) -> dict[str, object]:
+    def of_extras(self, extras: tuple[Tensor | None, ...]) -> Mapping[str, object]:
         """What is a call's own beside q, k, v and the results, for `Tapes.run`."""
         found = {name: x for name, x in zip(OWN, extras, strict=True) if x is not None}
         rng = found.pop("rng", None)
@@ -349,7 +361,8 @@ class Bound:
     def kernel(self, function: Callable, config: configs.Config, mask: str, aligned: bool, more: Mapping[str, object]) -> Kernel:
         """The kernel with the constants that it has of these."""
         mask = "band" if mask in BY_NUMBERS else mask
-        constants = self.flags | {"MASK": mask, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages} | more
+        tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages}
+        constants: dict[str, object] = {**self.flags, "MASK": mask, **tiles, **more}
         constants["V_WIDTH"] = self.widths["V_WIDTH"]
         for names, dim in zip(PARTS, self.dims, strict=True):
             constants |= dict(zip(names, configs.parts(dim), strict=True))
@@ -363,7 +376,7 @@ class Bound:
 
 def _flags(call: Call) -> dict[str, object]:
     """The constants that say what becomes of scores."""
-    flags = {"SOFTCAP": call.softcap > 0.0, "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
+    flags: dict[str, object] = {"SOFTCAP": call.softcap > 0.0, "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
     return flags | {
         "MODIFIED": any(flags.values()) or call.scale <= 0.0,  # a plain score is scaled in the exponent, where 0 * -inf is NaN
         "DIAGONALS": call.diagonal is not None,
@@ -377,7 +390,7 @@ def _flags(call: Call) -> dict[str, object]:
     }
 
 
-_NOT_DROPPED = {"keep_scale": 1.0}
+_NOT_DROPPED: dict[str, object] = {"keep_scale": 1.0}
 
 
 def _drawn(dropout: Dropout) -> dict[str, object]:

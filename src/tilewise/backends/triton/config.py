@@ -232,7 +232,7 @@ CDNA_DECODE = {  # a thread of 8 warps has 256 registers, of 4 twice as many
     ("chunk", 1): {128: (32, 32, 4, 2), 192: (32, 32, 4, 2), 256: (16, 32, 4, 2), 576: (16, 16, 4, 1)},
     ("chunk", 2): {128: (32, 32, 4, 2), 192: (32, 32, 4, 2)},
 }
-RDNA_DECODE = {
+RDNA_DECODE: dict[tuple[str, int], dict[int, tuple[int, int, int, int]]] = {
     ("decode", 1): {64: (16, 32, 8, 1)} | dict.fromkeys((128, 192, 256, 576), (16, 16, 8, 1)),
     ("decode", 2): {64: (16, 64, 8, 1), 128: (16, 32, 8, 1), 192: (16, 32, 8, 1), 256: (16, 16, 8, 1), 576: (16, 32, 8, 1)},
     ("decode", 4): {64: (16, 32, 8, 1)} | dict.fromkeys((128, 192, 256), (16, 16, 8, 1)),

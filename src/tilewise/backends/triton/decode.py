@@ -197,6 +197,7 @@ class Decoder:
     def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
         """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""
         q, k, v, pages, starts, entry_of, leftpad, tree, slopes, sink, k_scale, v_scale, cos, sin = READ(given)
+        assert q is not None and k is not None and v is not None
         check_memory(q=q, k_cache=k, v_cache=v, alibi_slopes=slopes, sink=sink)
         q, k, v = map(in_rows, (q, k, v))
         k, v = (x if x.dtype == stored else x.view(stored) for x, stored in zip((k, v), self.stored, strict=True))

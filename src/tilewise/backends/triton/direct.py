@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Sequence
 
 import triton
+from triton import knobs
 
 SCRATCH = "global", "profile"  # memory that a kernel may want besides
 
@@ -38,11 +39,11 @@ def direct(found, programs: int, count: int) -> Callable[[int, Sequence[object]]
 
 def current_stream() -> int:
     """Of the current device, as Triton's launches take it."""
-    driver = triton.runtime.driver.active
-    return driver.get_current_stream(driver.get_current_device())
+    driver = triton.runtime.driver.active  # a GPU's, which has what the class that Triton declares has not
+    return driver.get_current_stream(driver.get_current_device())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def watched() -> bool:
     """Whether anything is to be called at each launch."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -12,7 +12,7 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.kernels import eight_bits as kernels
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.tape import scratch
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.problem import Call
 
 NUMBERS = 8192  # of a program's tile
@@ -26,12 +26,13 @@ class Quantiser:
     """Of calls like one with `precision`."""
 
     def __init__(self, call: Call, tile_n: int) -> None:
+        assert call.precision is not None
         self.call, self.tile_n, recipe = call, tile_n, RECIPES[call.precision]
         self.most, self.held = MOST[recipe.qk], INT8 if recipe.qk == INT8 else torch.float16
         self.values = recipe.pv == E4M3
         self.width = 1 << (call.head_dim - 1).bit_length()
         self.v_width = configs.power(call.head_dim_v)
-        self.unread = isinstance(call.mask, Unread)
+        self.unread = isinstance(call.mask, DeviceDocuments)
         self.tokens = 0 if self.unread else counted(call)
         self.numbers = {"scale": call.scale, "factor": call.scale / self.width}
 
@@ -89,11 +90,13 @@ class Quantiser:
 
         keys: dict[str, object] = {"tokens": self.tokens, "seqlen_k": n, "heads": heads_k, "n_tiles": n_tiles}
         if self.unread:
-            keys["cu_k"] = cu_k = documents.on_device(packed[1], device)
+            ends = packed[1]
+            assert ends is not None
+            keys["cu_k"] = cu_k = documents.on_device(ends, device)
             keys["documents"] = cu_k.shape[0] - 1
         pairs = batch * heads_k
         q8, k8 = new(batch, heads, m, stride, dtype=self.held), new(batch, heads_k, n, stride, dtype=self.held)
-        found = {
+        found: dict[str, object] = {
             "row_factor": new(batch, heads, m),
             "row_shift": new(batch, heads, m),
             "k_scale": new(pairs, n_tiles),
@@ -171,6 +174,7 @@ class Given:
             found["v_scale"] = of_v = spread_to(None if self.v_tokens else v_scale, heads_k, self.v_width)
             found["v_centre"] = torch.zeros_like(of_v)
         if self.v_tokens:
+            assert v_scale is not None
             of_v = spread(v_scale, call.seqlen_k).expand(batch, heads_k, call.seqlen_k)
             of_v = torch.where(of_v.isfinite(), of_v, torch.nan)
             padded = pad(of_v.abs().nan_to_num(0.0), (0, -call.seqlen_k % TILE)).unflatten(2, (-1, TILE)).amax(3)

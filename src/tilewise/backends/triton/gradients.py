@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tilewise.backends import OfInputs
 from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.kernels import backward, repair
 from tilewise.backends.triton.kernels import bias as bias_kernels
@@ -26,7 +27,7 @@ class Gradients:
         meta = (gradient_like(like.q), like.q.dtype), (gradient_like(like.k), wide), (gradient_like(like.v), wide)
         self.layouts = [(x.shape, x.stride(), dtype) for x, dtype in meta]  # of dQ, dK and dV
 
-    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> tuple[Tensor | None, ...]:
+    def __call__(self, q, k, v, o, lse, d_o, d_lse, extras, bias_grad) -> OfInputs:
         """See `Bound.backward`."""
         bound = self.bound
         d_o = d_o if d_o.stride(-1) == 1 else d_o.contiguous()
@@ -79,9 +80,10 @@ class Gradients:
     def _of_bias(self, operands: Mapping[str, Tensor], d_bias: Tensor, sizes: Mapping, extras: tuple[Tensor | None, ...]) -> None:
         """Write dBias, shaped as the bias, from what the others take, LSE and delta in `sizes` among it."""
         bound, (bias, slopes, _, rng, *packed) = self.bound, extras
-        each = {"EACH_BATCH": bias.shape[0] > 1, "EACH_HEAD": bias.shape[1] > 1, "EACH_ROW": bias.shape[2] > 1}
+        batch, heads, rows, _ = d_bias.shape
+        each = {"EACH_BATCH": batch > 1, "EACH_HEAD": heads > 1, "EACH_ROW": rows > 1}
         m_tiles, n_tiles = -(-bound.like.seqlen_q // self.dq.tile_m), -(-bound.like.seqlen_k // self.dq.tile_n)
-        programs = n_tiles * (m_tiles if each["EACH_ROW"] else 1) * bias.shape[0] * bias.shape[1]
+        programs = n_tiles * (m_tiles if rows > 1 else 1) * batch * heads
         if programs:
             more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.compiler import ASTSource
 
 from tilewise.backends.triton.config import Config
@@ -35,7 +36,7 @@ NAMES = {
 }
 # Of q's dtype, where `dtypes` has no other:
 OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o", "q8", "k8", "v8"
-POINTERS = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
+POINTERS: dict[str, str | None] = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
 POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
 POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k"), "*i32")
@@ -111,7 +112,7 @@ def lock_of(kernel: Kernel, target: Target) -> Path | None:
     """The entry whose lock (machine/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
     text = repr((kernel.function.__module__, kernel.name, kernel.constants, kernel.dtypes, kernel.config, kernel.aligned, target))
     try:
-        return Path(triton.knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"
+        return Path(knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"
     except (OSError, RuntimeError, TypeError, AttributeError):  # there is no home
         return None
 
@@ -153,7 +154,9 @@ def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, obje
         if interpreted():
             found, start = None, _in_interpreter(kernel.function[(programs,)], tuple(known))
         else:
-            found = _loaded(kernel, target, triton.runtime.driver.active.get_current_device())
+            driver = triton.runtime.driver.active  # a GPU's, as in direct.py
+            device = driver.get_current_device()  # pyright: ignore[reportAttributeAccessIssue]
+            found = _loaded(kernel, target, device)
             start = found[(programs, 1, 1)]
         if (tape := recording()) is not None:
             tape.add(start, known, values, found and direct(found, programs, len(values)))

@@ -78,22 +78,19 @@ class Prefixed:
             fields["cache_batch_idx"] = owner if call.cache_batch_idx is None else call.cache_batch_idx.index_select(0, owner)
         return replace(call, seqlens=owner.new_full((1,), call.shared_prefix), **fields)
 
-    def _queries(self, call: DecodeCall) -> Tensor | int:
-        """Of each sequence."""
-        return call.q.shape[1] if call.cu_seqlens_q is None else call.cu_seqlens_q.long().diff()
-
     def _owner(self, call: DecodeCall) -> Tensor:
         """(1,): the longest sequence of those with queries, for others may have ended."""
         lengths = call.seqlens.long().clamp(0, self.shares.capacity)
         if call.cu_seqlens_q is not None:
-            lengths = lengths.masked_fill(self._queries(call) < 1, -1)
+            lengths = lengths.masked_fill(call.cu_seqlens_q.long().diff() < 1, -1)
         return lengths.argmax(0, keepdim=True)
 
     def _joined(self, call: DecodeCall) -> Tensor:
         """(rows,) bool: of (tokens, heads) as parts have them, those of sequences whose every query sees all of the prefix, as the kernel asks."""
         window, lengths = window_of(call.mask), call.seqlens.long().clamp(0, self.shares.capacity)
         assert window is not None  # or `pays` had said so
-        seen = torch.minimum(lengths, lengths - self._queries(call) + window.hi + 1)
+        queries = call.q.shape[1] if call.cu_seqlens_q is None else call.cu_seqlens_q.long().diff()
+        seen = torch.minimum(lengths, lengths - queries + window.hi + 1)
         if call.tree is not None:
             seen = torch.minimum(seen, lengths - call.tree.shape[1])
         joins = seen >= call.shared_prefix

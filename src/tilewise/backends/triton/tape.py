@@ -44,7 +44,8 @@ class Tapes:
         key: what its launches depend on, but for the bound call and where tensors lie; given: a call's own tensors (None: absent), and numbers by the
         names that kernels have for them; constants: tensors among them that are the same for all calls.
         """
-        found, mixed, all_there = {}, 0, recording() is None
+        found: dict[Hashable, Any] = {}
+        mixed, all_there = 0, recording() is None
         for name, x in given.items():
             if isinstance(x, Tensor):
                 found[name] = address = x.data_ptr()
@@ -63,7 +64,7 @@ class Tapes:
         )
         tape = self._known.get(key)
         if tape is not None and tape.plays:
-            tape.play(given if self._interpreted else found)
+            tape.play({**given} if self._interpreted else found)
             return
         if tape is not None or len(self._known) >= MOST:
             launch()

@@ -31,7 +31,6 @@ ABSENT = dict.fromkeys(("cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "s
     "mask": Causal(),
     "scale": 1.0,
 }
-AS_IT_IS = dict.fromkeys(("cache_batch_idx", "cu_seqlens", "rotary_cos", "rotary_sin", "rotary_first")) | {"interleaved": False}
 EXTRAS = "softcap", "bias", "alibi", "sink", "dropout"  # what changes scores and probabilities; a bias and a sink are of the call's dtype
 BIASES = (False, True, True), (True, True, True)  # whether it differs by batch entry, head and query
 
@@ -77,7 +76,7 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
         found += [bound.preparing(d_lse) for d_lse in (False, True)]
     if cell.grad and "bias" in cell.extras:
         for each in BIASES:
-            by = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
+            by: dict[str, object] = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
             found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by))
     return found
 
@@ -106,7 +105,10 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
             decoder = Decoder(call, Shares(call, target=target))
             found += [decoder.kernel(True), *([merging.kernel(dims[1], dtype, True)] if decoder.shares.splits > 1 else [])]
         k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (1, 1)) for dim in dims)
-        new = AppendCall(k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, **AS_IT_IS)
+        new = AppendCall(
+            k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, cache_batch_idx=None,
+            cu_seqlens=None, rotary_cos=None, rotary_sin=None, rotary_first=None, interleaved=False,
+        )  # fmt: skip
         found.append(Appender(new, target).kernel(True))
     return list(dict.fromkeys(found))
 
@@ -142,14 +144,22 @@ def _compile(cell: Cell, place: int, target: Target) -> tuple[float, str]:
 def _bound(cell: Cell, target: Target) -> Bound:
     """A bound call of that kind, for the target, on CPU tensors that hold nothing."""
     one = torch.empty(1, 1, 16, 16, dtype=cell.dtype, device="cpu")
-    values: dict[str, object] = {
-        "softcap": 1.0, "bias": one.expand(1, cell.group, 16, 16), "alibi": torch.empty(1, cell.group, dtype=torch.float32, device="cpu"),
-        "sink": torch.empty(cell.group, dtype=cell.dtype, device="cpu"), "dropout": Dropout(0.5, 0, 0),
-    }  # fmt: skip
     q, k, v = (
         torch.empty(1, 16, heads, dim, dtype=cell.dtype, device="cpu")
         for heads, dim in ((cell.group, cell.head_dim), (1, cell.head_dim), (1, cell.head_dim_v))
     )
-    extras = {{"alibi": "alibi_slopes"}.get(name, name): values[name] for name in cell.extras}
-    call = Call(q=q, k=k, v=v, mask=Full(), scale=1.0, grad=cell.grad, precision=cell.precision, **extras)  # pyright: ignore[reportArgumentType]
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        mask=Full(),
+        scale=1.0,
+        softcap=1.0 if "softcap" in cell.extras else 0.0,
+        bias=one.expand(1, cell.group, 16, 16) if "bias" in cell.extras else None,
+        alibi_slopes=torch.empty(1, cell.group, dtype=torch.float32, device="cpu") if "alibi" in cell.extras else None,
+        sink=torch.empty(cell.group, dtype=cell.dtype, device="cpu") if "sink" in cell.extras else None,
+        dropout=Dropout(0.5, 0, 0) if "dropout" in cell.extras else None,
+        grad=cell.grad,
+        precision=cell.precision,
+    )
     return Bound(call, target=target)

@@ -15,21 +15,26 @@ from tilewise.machine.roofline import score_matrix_bytes
 class Impl(Protocol):
     """One way to compute attention, as its users call it."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
     # One that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none. One that sets
     # `in_eight_bits = True` is held to the tolerance of testing/eight_bits.py in place of that for 16 bits and more.
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:
         """Sentences that say why `workload` cannot run there; empty when it is worth trying."""
+        ...
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
         """Everything that is done once, before the first call."""
+        ...
 
 
 class DecodeImpl(Protocol):
     """One way to decode. `prepare` returns attend(copy) -> O (batch, new, heads_q, head_dim) with one copy of the caches."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def why_not(self, cell: Cell, device: torch.device) -> list[str]: ...
 
@@ -94,6 +99,9 @@ def quantised_ahead(attend: Callable[[Eight], Tensor], per: str = "head") -> Att
 def _quantised(q: Tensor, k: Tensor, v: Tensor, per: str) -> Eight:
     from tilewise.quantising import quantise
 
-    numbers, scales = zip(*(quantise(x.detach(), "fp8", per=per) for x in (q, k, v)), strict=True)
-    spread = tuple(s.expand(x.shape[0], x.shape[2]).contiguous() for s, x in zip(scales, (q, k, v), strict=True))
-    return Eight(*numbers, spread)
+    def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+        numbers, scale = quantise(x.detach(), "fp8", per=per)
+        return numbers, scale.expand(x.shape[0], x.shape[2]).contiguous()
+
+    (q, q_scale), (k, k_scale), (v, v_scale) = (quantised(x) for x in (q, k, v))
+    return Eight(q, k, v, (q_scale, k_scale, v_scale))

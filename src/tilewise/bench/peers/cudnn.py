@@ -1,5 +1,6 @@
 """cuDNN's FP8 attention by its Python frontend; its kernels for 16 bits are those of `sdpa:cudnn`."""
 
+import importlib
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,7 @@ class CudnnInEightBits:
         return wrong
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
-        import cudnn  # pyright: ignore[reportMissingImports]
-
+        cudnn = importlib.import_module("cudnn")
         handle = cudnn.create_handle()
         graph, tensors, scalars, outputs, dtype = _graph(cudnn, handle, workload)
         space = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=device)

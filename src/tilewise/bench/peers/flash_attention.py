@@ -67,16 +67,18 @@ class FlashAttention:
         return not_here(self.name, self.module, device) + _wrong(self.name, workload) + workload.lacking(*self.has)
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
-        module, packed = importlib.import_module(self.module), workload.documents is not None
+        module, packed = importlib.import_module(self.module), workload.documents
         given = {"softmax_scale": workload.scale, "softcap": workload.softcap or None}
-        options = {name: value for name, value in given.items() if value is not None}
+        options: dict[str, object] = {name: value for name, value in given.items() if value is not None}
         if packed:
-            *starts, options["causal"] = workload.documents
+            *starts, options["causal"] = packed
             for side, cu_seqlens in zip("qk", starts, strict=True):
                 options[f"cu_seqlens_{side}"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
                 options[f"max_seqlen_{side}"] = _longest(cu_seqlens)
         else:
-            options["causal"], *window = _window(workload, self.unbounded)
+            said = _window(workload, self.unbounded)
+            assert said is not None  # or why_not had said so
+            options["causal"], *window = said
             if window != [self.unbounded] * 2:
                 options["window_size"] = tuple(window)
         function = module.flash_attn_varlen_func if packed else module.flash_attn_func
@@ -247,7 +249,9 @@ def packed(operator, workload: Workload, device: torch.device) -> Attend:
         left = right = -1
     else:
         starts = [range(0, (workload.batch + 1) * seqlen, seqlen) for seqlen in (workload.seqlen_q, workload.seqlen_k)]
-        is_causal, left, right = _window(workload)
+        window = _window(workload)
+        assert window is not None  # or why_not had said so
+        is_causal, left, right = window
     cu_seqlens = [torch.tensor(list(each), dtype=torch.int32, device=device) for each in starts]
     fixed = {
         "cu_seqlens_q": cu_seqlens[0],

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from tilewise.bench.peers.contender import not_here
 from tilewise.bench.sets import Attend, Workload
 from tilewise.masks import Causal, Documents, Full, PrefixTree, SlidingWindow
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Flex:
     kernels: which of torch's "BACKEND" are asked for, as "FLASH", FlashAttention-4's; None leaves it to torch, which takes Triton.
     """
 
-    kernels: str | None = None
+    kernels: Literal["FLASH"] | None = None
 
     @property
     def name(self) -> str:
@@ -63,18 +67,20 @@ class Flex:
         if mask_mod is not None:
             block_mask = create_block_mask(mask_mod, None, None, workload.seqlen_q, workload.seqlen_k, device=device)
         compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        options = {"block_mask": block_mask, "enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
-        if self.kernels is not None:
-            options["kernel_options"] = {"BACKEND": self.kernels}
+        grouped, scale = workload.heads_q != workload.heads_k, workload.scale
+        kernels: FlexKernelOptions | None = None if self.kernels is None else {"BACKEND": self.kernels}
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, sink: Tensor | None = None, alibi_slopes: Tensor | None = None
         ) -> Tensor:
-            heads_first, score_mod = [x.transpose(1, 2) for x in (q, k, v)], score_mod_of(workload, bias, alibi_slopes)
+            dtype, score_mod = q.dtype, score_mod_of(workload, bias, alibi_slopes)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             if sink is None:
-                return compiled(*heads_first, score_mod, **options).transpose(1, 2)
-            o, aux = compiled(*heads_first, score_mod, return_aux=AuxRequest(lse=True), **options)
-            return (o * torch.sigmoid(aux.lse - sink.float()[:, None])[..., None]).to(q.dtype).transpose(1, 2)
+                return compiled(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernels).transpose(1, 2)
+            lse = AuxRequest(lse=True)
+            o, aux = compiled(q, k, v, score_mod, block_mask, scale, grouped, kernel_options=kernels, return_aux=lse)
+            assert aux.lse is not None
+            return (o * torch.sigmoid(aux.lse - sink.float()[:, None])[..., None]).to(dtype).transpose(1, 2)
 
         return attend
 
@@ -121,17 +127,18 @@ def mask_mod_of(workload: Workload, device: torch.device) -> Callable | None:
 
 def _tree_mod(tree: PrefixTree, device: torch.device) -> Callable:
     """Of a tree that is depth first a number a token, where its node's last descendant ends: the cheapest to read, and 32 bits, as indices have."""
-    on = {"device": "cpu"}
-    nodes, lengths = len(tree.parents), torch.tensor(tree.lengths, dtype=torch.int64, **on)
-    below = torch.eye(nodes, dtype=torch.bool, **on)  # below[node, other]: whether other is the node or an ancestor
+    nodes, lengths = len(tree.parents), torch.tensor(tree.lengths, dtype=torch.int64, device="cpu")
+    below = torch.eye(nodes, dtype=torch.bool, device="cpu")  # below[node, other]: whether other is the node or an ancestor
     for node, parent in enumerate(tree.parents):
         if parent >= 0:
             below[node] |= below[parent]
     last = [int(below[:, node].nonzero().max()) for node in range(nodes)]
     if all(int(below[:, node].sum()) == end - node + 1 for node, end in enumerate(last)):
-        ends = torch.tensor([tree.starts[end + 1] for end in last], dtype=torch.int32, **on).repeat_interleave(lengths).to(device)
+        ends = torch.tensor([tree.starts[end + 1] for end in last], dtype=torch.int32, device="cpu")
+        ends = ends.repeat_interleave(lengths).to(device)
         return lambda b, h, i, j: (j <= i) & (i < ends[j])
-    node_of, below = torch.arange(nodes, dtype=torch.int64, **on).repeat_interleave(lengths).to(device), below.to(device)
+    node_of = torch.arange(nodes, dtype=torch.int64, device="cpu").repeat_interleave(lengths).to(device)
+    below = below.to(device)
     return lambda b, h, i, j: below[node_of[i], node_of[j]] & (j <= i)
 
 

@@ -33,11 +33,12 @@ class OnLadder:
         causal, kept = workload.mask == Causal(), []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # views, as heads come first in memory
-            if self.in_eight_bits and not (kept and all(x is y for x, y in zip((q, k, v), kept[0], strict=True))):
-                kept[:] = (q, k, v), self.rung.operands(*heads, workload.softmax_scale)
-            o = self.rung(*heads, causal=causal, operands=kept[1] if kept else None)
-            return o.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+            given, batch, heads = (q, k, v), q.shape[0], q.shape[2]
+            q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in given)  # views, as heads come first in memory
+            if self.in_eight_bits and not (kept and all(x is y for x, y in zip(given, kept[0], strict=True))):
+                kept[:] = given, self.rung.operands(q, k, v, workload.softmax_scale)
+            o = self.rung(q, k, v, causal=causal, operands=kept[1] if kept else None)
+            return o.unflatten(0, (batch, heads)).transpose(1, 2)
 
         return attend
 
@@ -67,10 +68,10 @@ class _WithRung(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rung: BackwardRung, causal: bool, scale: float) -> Tensor:
-        heads = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # views, as heads come first in memory
-        o, lse = rung.attend(*heads, causal, scale)
-        ctx.save_for_backward(*heads, o, lse)
         ctx.rung, ctx.rest, ctx.batch = rung, (causal, scale), q.shape[0]
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # views, as heads come first in memory
+        o, lse = rung.attend(q, k, v, causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
         return o.unflatten(0, (ctx.batch, -1)).transpose(1, 2)
 
     @staticmethod

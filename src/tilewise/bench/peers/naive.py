@@ -40,7 +40,7 @@ class Naive:
                 s = softcap * torch.tanh(s / softcap)
             if bias is not None:
                 s = s + bias
-            if alibi_slopes is not None:
+            if distant is not None:
                 s = s + distant
             if hidden is not None:
                 s = s.masked_fill(hidden, -math.inf)

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +22,15 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 ON_CPU = (None, "flash", "math")
+
+
+class Arguments(TypedDict, total=False):
+    """Of scaled_dot_product_attention."""
+
+    attn_mask: Tensor
+    is_causal: bool
+    enable_gqa: bool
+    scale: float | None
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Sdpa:
         return wrong or (too_large(workload, device, matrices=3) if self.kernel == "math" else [])
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
-        options = {"enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
+        options: Arguments = {"enable_gqa": workload.heads_q != workload.heads_k, "scale": workload.scale}
         hidden = workload.hidden(device) if workload.bias or workload.alibi else None
         if workload.alibi:
             every = torch.arange(workload.seqlen_q, dtype=torch.int64, device=device)
@@ -56,14 +66,18 @@ class Sdpa:
             options |= self._mask(workload, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
-            given = {"attn_mask": bias if hidden is None else bias.masked_fill(hidden, -math.inf)} if bias is not None else {}
-            return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, **given).transpose(1, 2)
+            given: Arguments = options
+            if bias is not None:
+                given = {**options, "attn_mask": bias if hidden is None else bias.masked_fill(hidden, -math.inf)}
+            o = scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **given)
+            return o.transpose(1, 2)
 
         if self.kernel is None:
             return attend
+        kernels = [KERNELS[self.kernel]]
 
         def attend_with_kernel(q: Tensor, k: Tensor, v: Tensor, **extras: Tensor) -> Tensor:
-            with sdpa_kernel([KERNELS[self.kernel]]):
+            with sdpa_kernel(kernels):
                 return attend(q, k, v, **extras)
 
         return attend_with_kernel
@@ -74,9 +88,11 @@ class Sdpa:
             return ()
         return ("is_causal",) if workload.mask == Causal() and workload.seqlen_q == workload.seqlen_k else ("attn_mask",)
 
-    def _mask(self, workload: Workload, device: torch.device) -> dict[str, Tensor | bool]:
-        made = {"is_causal": lambda: True, "attn_mask": lambda: workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
-        return {name: made[name]() for name in self._arguments(workload)}
+    def _mask(self, workload: Workload, device: torch.device) -> Arguments:
+        names = self._arguments(workload)
+        if "attn_mask" in names:
+            return {"attn_mask": workload.mask.dense(workload.seqlen_q, workload.seqlen_k).to(device)}
+        return {"is_causal": True} if names else {}
 
 
 @dataclass(frozen=True)
@@ -101,19 +117,21 @@ class SdpaDocuments:
         return ([] if plain else ["it takes one sequence that is all documents; padded, causal ones only"]) + workload.lacking()
 
     def prepare(self, workload: Workload, device: torch.device) -> Attend:
+        assert workload.documents is not None  # or why_not had said so
         cu_seqlens, _, causal = workload.documents
         lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
-        options = {"is_causal": causal, "enable_gqa": workload.heads_q != workload.heads_k}
+        grouped = workload.heads_q != workload.heads_k
 
         def one(*qkv: Tensor) -> Tensor:
-            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), **options).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in qkv)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
         def loop(*qkv: Tensor) -> Tensor:
             documents = zip(*(x.split(lengths, dim=1) for x in qkv), strict=True)
             return torch.cat([one(*document) for document in documents], dim=1)
 
         def padded(*qkv: Tensor) -> Tensor:
-            together = (torch.nn.utils.rnn.pad_sequence(x[0].split(lengths), batch_first=True) for x in qkv)
+            together = (torch.nn.utils.rnn.pad_sequence(list(x[0].split(lengths)), batch_first=True) for x in qkv)
             return torch.cat([o[:length] for o, length in zip(one(*together), lengths, strict=True)])[None]
 
         return loop if self.way == "loop" else padded

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from tilewise.bench.sets.decode import DECODE, Caches, Cell, Pool, decode_cells, title_of
 from tilewise.bench.sets.distributions import DISTRIBUTIONS, FINITE_LIMIT, HIDDEN, NON_FINITE_LIMIT, NORMAL, Inputs
@@ -21,7 +21,7 @@ from tilewise.bench.sets.named import (
     paper_sweep,
 )
 from tilewise.bench.sets.workload import DTYPES, Attend, Workload, change_words, tokens
-from tilewise.machine.roofline import DIRECTIONS
+from tilewise.machine.roofline import Direction
 from tilewise.masks import Causal, ChunkedCausal, Documents, Full, Mask, PrefixLM, SlidingWindow
 
 __all__ = [
@@ -72,7 +72,7 @@ DEFAULTS = {
     "direction": "fwd",
     "data": "normal",
 }
-WAYS = {name: name for name in DIRECTIONS}
+WAYS: dict[str, Direction] = {name: name for name in get_args(Direction)}
 
 
 def workloads_from(options: Mapping[str, str]) -> list[Workload]:

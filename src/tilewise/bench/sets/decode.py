@@ -89,7 +89,7 @@ class Cell:
         return title_of(self.case)
 
     @property
-    def case(self) -> dict[str, int | str]:
+    def case(self) -> dict[str, int | float | str]:
         """For rows; equal for equal work."""
         heads = {
             "heads_q": self.heads_q,
@@ -168,9 +168,8 @@ def prefix_cell() -> Cell:
 
 def latent_cells() -> list[Cell]:
     """MLA in pages of 64, as its servers have it: 16 heads (one of eight GPUs of a DeepSeek-V3) and all 128; one new token, and four."""
-    sizes = {"heads_k": 1, "head_dim": LATENT, "head_dim_v": LATENT_V, "page": 64}
     one = [
-        Cell(lengths=(length,) * batch, heads_q=heads, **sizes)
+        Cell(lengths=(length,) * batch, heads_q=heads, heads_k=1, page=64, head_dim=LATENT, head_dim_v=LATENT_V)
         for heads in (16, 128)
         for length in (4096, 16384)
         for batch in (1, 16, 64, 128)
@@ -216,15 +215,16 @@ class Pool:
         """Raises OutOfMemoryError or RuntimeError where there is not the memory for one copy."""
         numel = math.prod(cell.shape)
         copies = max(1, min(MOST_COPIES, -(-self.cold_bytes // cell.bytes)))
-        k, v = self._numbers(numel * copies, cell.dtype)
-        made = [tuple(x[i * numel : (i + 1) * numel].view(cell.shape) for x in (k, v)) for i in range(copies)]
+        numbers = self._numbers(numel * copies, cell.dtype)
+        k, v = ([x[i * numel : (i + 1) * numel].view(cell.shape) for i in range(copies)] for x in numbers)
         if cell.latent:
-            made = [(k, k[..., : cell.head_dim_v]) for k, _ in made]
+            v = [x[..., : cell.head_dim_v] for x in k]
         draw = torch.Generator(self.device).manual_seed(SEED)
         on = {"dtype": torch.float32, "device": self.device}
         q = torch.randn((cell.batch, cell.new, cell.heads_q, cell.head_dim), generator=draw, **on).to(cell.dtype)
         seqlens = torch.tensor(cell.lengths, dtype=torch.int32, device=self.device)
-        return Caches(cell, q, made, seqlens, _table(cell).to(self.device) if cell.page else None)
+        table = _table(cell).to(self.device) if cell.page else None
+        return Caches(cell, q, list(zip(k, v, strict=True)), seqlens, table)
 
     def _numbers(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if not self.numbers or self.numbers[0].numel() < numel or self.numbers[0].dtype != dtype:

@@ -73,13 +73,18 @@ def _normal(x: Inputs, source: Source) -> Inputs:
     return x
 
 
+def _of_each(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
+    """`change` of q, then of k, then of v."""
+    return Inputs(change(x.q), change(x.k), change(x.v), x.d_o)
+
+
 def _outliers(x: Inputs, source: Source) -> Inputs:
     """N(0, 1) + N(0, 100) Bernoulli(0.001): FlashAttention-3 (Shah et al. 2024), section 4.3; one in 1,000 has a term of deviation 10 added."""
 
     def with_outliers(t: Tensor) -> Tensor:
         return t + 10.0 * source.normal(*t.shape) * (source.uniform(*t.shape) <= 0.001)
 
-    return Inputs(*map(with_outliers, x[:3]), x.d_o)
+    return _of_each(with_outliers, x)
 
 
 def _queries_times(factor: float) -> Change:
@@ -95,17 +100,17 @@ def _first_key(x: Inputs, source: Source) -> Inputs:
 
 def _student(x: Inputs, source: Source) -> Inputs:
     """Student's t with 2 degrees of freedom, N / sqrt(chi2 / 2): its variance is infinite."""
-    return Inputs(*(t * (-source.uniform(*t.shape).log()).clamp(min=1e-12).rsqrt() for t in x[:3]), x.d_o)
+    return _of_each(lambda t: t * (-source.uniform(*t.shape).log()).clamp(min=1e-12).rsqrt(), x)
 
 
 def _log_normal(x: Inputs, source: Source) -> Inputs:
     """exp(N): all positive, so all scores of a row are far above zero."""
-    return Inputs(*(t.exp() for t in x[:3]), x.d_o)
+    return _of_each(torch.exp, x)
 
 
 def _cauchy(x: Inputs, source: Source) -> Inputs:
     """N / N: not even a mean; in dtypes of few exponents some reach the largest number."""
-    return Inputs(*(t / source.normal(*t.shape).abs().clamp(min=1e-12) for t in x[:3]), x.d_o)
+    return _of_each(lambda t: t / source.normal(*t.shape).abs().clamp(min=1e-12), x)
 
 
 def _massive_channels(x: Inputs, source: Source) -> Inputs:

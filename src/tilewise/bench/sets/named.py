@@ -39,9 +39,21 @@ def cpu_sweep(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") 
 def mask_shapes(dtype: torch.dtype = torch.float32, direction: Direction = "fwd") -> list[Workload]:
     """What skipping tiles is worth: the same 8,192 tokens under masks that hide more and more of the score matrix; grouped heads."""
     packed = Documents([0, 1024, 1536, 3584, 4096, 4224, 6272, 8192], inner=Causal())
-    sizes = {"batch": 1, "seqlen_q": 8192, "heads_q": 8, "heads_k": 2, "head_dim": 64}
     masks = (Causal(), SlidingWindow(1023, 0), packed, SlidingWindow(127, 0) | FirstKeys(4))
-    return [Workload(name="masks", **sizes, mask=mask, dtype=dtype, direction=direction) for mask in masks]
+    return [
+        Workload(
+            name="masks",
+            batch=1,
+            seqlen_q=8192,
+            heads_q=8,
+            heads_k=2,
+            head_dim=64,
+            mask=mask,
+            dtype=dtype,
+            direction=direction,
+        )
+        for mask in masks
+    ]
 
 
 def _sweep(name, seqlens, head_dims, hidden, tokens, dtype, direction) -> list[Workload]:
@@ -131,8 +143,18 @@ def cpu_packed(dtype: torch.dtype = torch.float32, direction: Direction = "fwd")
     for _ in range(15):
         cu_seqlens.append(cu_seqlens[-1] + lengths.randint(32, 700))
     mask = Documents(cu_seqlens, inner=Causal())
-    sizes = {"batch": 1, "seqlen_q": cu_seqlens[-1], "heads_q": 8, "head_dim": 64}
-    return [Workload(name="cpu-packed", mask=mask, dtype=dtype, direction=direction, **sizes)]
+    return [
+        Workload(
+            name="cpu-packed",
+            batch=1,
+            seqlen_q=cu_seqlens[-1],
+            heads_q=8,
+            head_dim=64,
+            mask=mask,
+            dtype=dtype,
+            direction=direction,
+        )
+    ]
 
 
 LONGEST = 11  # of a sequence drawn at random, the logarithm to base 2
@@ -161,8 +183,18 @@ def _drawn(name: str, draw: random.Random, log_q: int, dtype: torch.dtype, direc
             draw.choice((Full(), Full(), Causal(), Causal(), SlidingWindow(draw.randint(0, 300), 0), PrefixLM(10))),
             draw.random() < (0.7 if log_q == LONGEST else 0.3),
         )
-        sizes = {"batch": batch, "seqlen_q": seqlen_q, "heads_q": heads_k * group, "heads_k": heads_k, "head_dim": head_dim}
-        made = Workload(name=name, **sizes, seqlen_k=seqlen_q if square else seqlen_k, mask=mask, dtype=dtype, direction=direction)
+        made = Workload(
+            name=name,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_q if square else seqlen_k,
+            heads_q=heads_k * group,
+            heads_k=heads_k,
+            head_dim=head_dim,
+            mask=mask,
+            dtype=dtype,
+            direction=direction,
+        )
         if 4 * made.seqlen_q * made.seqlen_k * made.batch * made.heads_q * head_dim < 1e10:
             rows.append(made)
     return rows

@@ -70,7 +70,7 @@ class Workload:
             raise ValueError(f"heads_q is {self.heads_q} and heads_k is {self.heads_k}; heads_q must be a multiple of heads_k")
 
     @property
-    def case(self) -> dict[str, int | str]:
+    def case(self) -> dict[str, int | float | str]:
         """The workload as JSON-ready values; equal for equal work, whatever its name."""
         sizes = {name: getattr(self, name) for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")}
         mask = getattr(self.mask, "source", None) or f"{self.mask.kind} mask of {self.shape.pairs} pairs"
@@ -115,12 +115,18 @@ class Workload:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=self.dtype, device="meta")
 
-        k_and_v = (empty(self.batch, self.seqlen_k, self.heads_k, dim) for dim in (self.head_dim, self.head_dim_v))
-        extras = {"bias": empty(*self.bias_shape) if self.bias else None, "sink": empty(self.heads_q) if self.sink else None}
-        extras["alibi_slopes"] = torch.empty(1, self.heads_q, dtype=torch.float32, device="meta") if self.alibi else None
-        q, scale = empty(self.batch, self.seqlen_q, self.heads_q, self.head_dim), self.softmax_scale
-        k, v = k_and_v
-        return Call(q=q, k=k, v=v, mask=self.mask, scale=scale, softcap=self.softcap, grad=self.grad, **extras)
+        return Call(
+            q=empty(self.batch, self.seqlen_q, self.heads_q, self.head_dim),
+            k=empty(self.batch, self.seqlen_k, self.heads_k, self.head_dim),
+            v=empty(self.batch, self.seqlen_k, self.heads_k, self.head_dim_v),
+            mask=self.mask,
+            scale=self.softmax_scale,
+            softcap=self.softcap,
+            bias=empty(*self.bias_shape) if self.bias else None,
+            alibi_slopes=torch.empty(1, self.heads_q, dtype=torch.float32, device="meta") if self.alibi else None,
+            sink=empty(self.heads_q) if self.sink else None,
+            grad=self.grad,
+        )
 
     @property
     def softmax_scale(self) -> float:
@@ -146,7 +152,7 @@ class Workload:
         head_dim = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         sizes = f"b{self.batch} s{seqlen} h{heads} d{head_dim}"
         others = "".join(f", {text}" for text in (*([] if self.data == NORMAL else [self.data]), *change_words(self.changes)))
-        return f"{self.name} {sizes} {_short(self.case['mask'])} {self.case['dtype']} {self.direction}{others}"
+        return f"{self.name} {sizes} {_short(str(self.case['mask']))} {self.case['dtype']} {self.direction}{others}"
 
     @property
     def shape(self) -> Shape:
@@ -184,6 +190,7 @@ class Workload:
     @property
     def bias_shape(self) -> tuple[int, ...]:
         """(batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k); of a workload with a bias."""
+        assert self.bias is not None
         sizes = zip(AXES, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k), strict=True)
         return tuple(size if axis in self.bias else 1 for axis, size in sizes)
 
@@ -193,9 +200,9 @@ class Workload:
         mask = self.mask
         if not isinstance(mask, Documents) or mask.inner not in (Full(), Causal()) or self.batch != 1:
             return None
-        cu_seqlens = list(mask.cu_seqlens_q), list(mask.cu_seqlens_k)
-        whole = [each[-1] for each in cu_seqlens] == [self.seqlen_q, self.seqlen_k]
-        return (*cu_seqlens, mask.inner == Causal()) if whole else None
+        starts_q, starts_k = _starts(mask)
+        whole = (starts_q[-1], starts_k[-1]) == (self.seqlen_q, self.seqlen_k)
+        return (starts_q, starts_k, mask.inner == Causal()) if whole else None
 
     def hidden(self, device: torch.device) -> Tensor | None:
         """What the mask hides, as a dense tensor; None where that is nothing."""
@@ -227,7 +234,8 @@ class Workload:
         d_o = normal(self.seqlen_q, self.heads_q, self.head_dim_v)
         ends = (self.seqlen_q, self.seqlen_k)
         if isinstance(self.mask, Documents):
-            ends = (self.mask.cu_seqlens_q[-1], self.mask.cu_seqlens_k[-1])
+            starts_q, starts_k = _starts(self.mask)
+            ends = (starts_q[-1], starts_k[-1])
         made = DISTRIBUTIONS[self.data](Inputs(q, k, v, d_o), Source(generator, self.dtype, self.grad, ends))
         if self.scale:
             made = made._replace(q=made.q * (self.head_dim**-0.5 / self.scale))
@@ -263,6 +271,12 @@ def change_words(changes: dict) -> list[str]:
 def tokens(number: int) -> str:
     """8k, or 1000."""
     return f"{number // 1024}k" if number % 1024 == 0 else str(number)
+
+
+def _starts(mask: Documents) -> tuple[list[int], list[int]]:
+    """cu_seqlens_q and cu_seqlens_k."""
+    assert mask.cu_seqlens_k is not None  # since its __post_init__
+    return [int(start) for start in mask.cu_seqlens_q], [int(start) for start in mask.cu_seqlens_k]
 
 
 def _short(text: str) -> str:

@@ -3,7 +3,18 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from tilewise.bench.compare import MINE, UNEXPLAINED, Cell, ahead, cells, cells_by_clock, geometric_mean, ratios
+from tilewise.bench.compare import (
+    MINE,
+    UNEXPLAINED,
+    Cell,
+    Pair,
+    ahead,
+    cells,
+    cells_by_clock,
+    geometric_mean,
+    pairs,
+    ratios,
+)
 from tilewise.bench.peers import ours
 from tilewise.bench.sets import DECODE, WHY_BEHIND, model_shapes, title_of, tokens
 from tilewise.bench.store import Row, latest
@@ -22,7 +33,7 @@ def against(rows: Iterable[Row], theirs: str = "sdpa") -> str:
     lines = header("case", f"{MINE}, ms", f"{theirs}, ms", "ratio")
     for cell in cells_by_clock(latest(rows)):
         if cell.mine is not None and (other := cell.timed.get(theirs)) is not None:
-            mine, other = cell.mine.median_s, other.median_s
+            mine, other = cell.mine.seconds, other.seconds
             lines.append(line((_title(cell), f"{mine * 1e3:.3f}", f"{other * 1e3:.3f}", f"{other / mine:.2f}x")))
     return "\n".join(lines)
 
@@ -30,12 +41,13 @@ def against(rows: Iterable[Row], theirs: str = "sdpa") -> str:
 def against_best(rows: Iterable[Row]) -> str:
     """Ours beside the fastest peer on each case, as a markdown table with the geometric mean of the ratios; below 1 it is slower."""
     rows = [row for row in latest(rows) if row.median_s is not None]
-    compared = [cell for cell in cells_by_clock(rows) if cell.ratio is not None]
+    compared = pairs(cells_by_clock(rows))
     measure = metric_of("throughput", rows)
     lines = header(f"{measure.title} ({measure.unit})", MINE, "best other", "ratio")
-    for cell in compared:
-        lines.append(line((_title(cell), measure.text(cell.mine), f"{measure.text(cell.best)} {cell.best.impl}", f"{cell.ratio:.2f}")))
-    if numbers := ratios(compared):
+    for pair in compared:
+        theirs = f"{measure.text(pair.best)} {pair.best.impl}"
+        lines.append(line((_title(pair), measure.text(pair.mine), theirs, f"{pair.ratio:.2f}")))
+    if numbers := [pair.ratio for pair in compared]:
         lines.append(f"| geometric mean; ahead in {ahead(numbers)} | | | {geometric_mean(numbers):.3f} |")
     return "\n".join(lines)
 
@@ -46,27 +58,26 @@ def by_kind(rows: Iterable[Row]) -> str:
     measure = metric_of("throughput", rows)
     lines = header(f"{measure.unit}, longest length", MINE, "best other", "mean ratio, all lengths", "ahead")
     for (direction, head_dim, mask), group in kinds(rows).items():
-        longest = longest_of(group)
+        longest, numbers = longest_of(group), [pair.ratio for pair in group]
         kind = escaped(f"{direction} d{head_dim} {mask}, {longest.case['seqlen_k']} tokens")
         rates = measure.text(longest.mine), f"{measure.text(longest.best)} {longest.best.impl}"
-        lines.append(line((kind, *rates, f"{geometric_mean(ratios(group)):.2f}", ahead(ratios(group)))))
+        lines.append(line((kind, *rates, f"{geometric_mean(numbers):.2f}", ahead(numbers))))
     return "\n".join([*lines, "", measured_on(rows)])
 
 
-def kinds(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Cell]]:
-    """The cells that have a ratio, by direction, head_dim and mask."""
-    found: dict[tuple[str, int, str], list[Cell]] = {}
-    for cell in cells_by_clock(rows):
-        if cell.ratio is not None:
-            found.setdefault((cell.case["direction"], cell.case["head_dim"], cell.case["mask"]), []).append(cell)
+def kinds(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Pair]]:
+    """By direction, head_dim and mask."""
+    found: dict[tuple[str, int, str], list[Pair]] = {}
+    for pair in pairs(cells_by_clock(rows)):
+        found.setdefault((pair.case["direction"], pair.case["head_dim"], pair.case["mask"]), []).append(pair)
     return found
 
 
-def longest_of(group: list[Cell]) -> Cell:
-    return max(group, key=lambda cell: cell.case["seqlen_k"])
+def longest_of(group: list[Pair]) -> Pair:
+    return max(group, key=lambda pair: pair.case["seqlen_k"])
 
 
-def _title(cell: Cell) -> str:
+def _title(cell: Cell | Pair) -> str:
     return escaped(f"{cell.name}: {describe(cell.case)}")
 
 
@@ -110,7 +121,7 @@ def models_table(rows: Iterable[Row]) -> str:
     titles = [text for clock in BY_CLOCK for text in (f"{clock}, ms", "best peer, ms", "ratio")]
     lines = [line(("model", "case", *titles, "why not ahead")), f"|---|---|{'---:|' * 6}---|"]
     for cell in compared:
-        texts = [text for each in cell.values() for text in _compared(each, lambda row: f"{row.median_s * 1e3:.3f}")]
+        texts = [text for each in cell.values() for text in _compared(each, lambda row: f"{row.seconds * 1e3:.3f}")]
         either = cell["wall"]
         lines.append(line((either.name, escaped(describe(either.case)), *texts, escaped(why_behind(cell)))))
     if not compared:
@@ -176,11 +187,11 @@ def rungs_table(rows: Iterable[Row]) -> str:
 
 
 def _us(row: Row | None) -> str:
-    return MISSING if row is None else f"{row.median_s * 1e6:,.1f} ({row.bytes / row.median_s * 1e-12:.2f})"
+    return MISSING if row is None else f"{row.seconds * 1e6:,.1f} ({row.bytes / row.seconds * 1e-12:.2f})"
 
 
 def _us_of(cell: Cell | None) -> tuple[str, str, str]:
-    return _compared(cell, _us, lambda row: f"{row.median_s * 1e6:,.1f}")
+    return _compared(cell, _us, lambda row: f"{row.seconds * 1e6:,.1f}")
 
 
 def _even(compared: list[Cell]) -> str:
@@ -214,7 +225,7 @@ def _latent(compared: list[Cell]) -> str:
     ]
     for cell in sorted(compared, key=lambda cell: (cell.case["batch"], cell.case["seqlen_k"])):
         us, peer, ratio = _us_of(cell)
-        rate = MISSING if cell.mine is None else f"{cell.mine.flops / cell.mine.median_s * 1e-12:,.0f}"
+        rate = MISSING if cell.mine is None else f"{cell.mine.flops / cell.mine.seconds * 1e-12:,.0f}"
         lines.append(f"| {cell.case['batch']} x {tokens(int(cell.case['seqlen_k']))} | {us} | {rate} | {peer} | {ratio} |")
     return "\n".join(lines)
 

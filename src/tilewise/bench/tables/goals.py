@@ -46,12 +46,13 @@ def goals_table(rows: Iterable[Row]) -> str:
         plain = {cell.head_dim: cell for cell in cells if cell.mask == Causal() and not cell.changes}
         for cell in cells:
             kind = kind_of(cell)
-            found, goal = _newest(rows, cell), GOALS.get((cell.head_dim, kind), (None, None))[direction == "bwd"]
-            unit, to_reach, measured = "", goal, found and found.flops_per_s / 1e12
-            if goal is None:
+            found, goals = _newest(rows, cell), GOALS.get((cell.head_dim, kind))
+            if goals:
+                unit, to_reach, measured = "", goals[direction == "bwd"], found and found.rate / 1e12
+            else:
                 beside = found and _newest([row for row in rows if row.device == found.device], plain[cell.head_dim])
                 unit, to_reach = " % of causal", round(100 * SHARE)
-                measured = 100 * found.flops_per_s / beside.flops_per_s if found and beside else None
+                measured = 100 * found.rate / beside.rate if found and beside else None
             lines.append(
                 line((f"{cell.head_dim}, {kind}", direction, f"{to_reach}{unit}", *_outcome(to_reach, measured, unit, found, kind)))
             )

@@ -34,7 +34,7 @@ def _errors(cell: Cell) -> tuple[str, float, float | None] | None:
     peers = [row for impl, row in (cell.timed | cell.untimed).items() if not ours(impl) and row.places_agree]
     for output, error in (mine.rms_error or {}).items():
         if (output == "o") == (mine.case["direction"] == "fwd"):
-            found.append((output, error, min((row.rms_error[output] for row in peers if output in (row.rms_error or {})), default=None)))
+            found.append((output, error, min((each[output] for row in peers if output in (each := row.rms_error or {})), default=None)))
     return max(found, key=lambda each: _ratio(*each[1:]) or 0.0, default=None)
 
 
@@ -124,7 +124,7 @@ def _worst(what: str, cells: dict[str, Cell], read: Callable[[Cell], float | Non
     numbers = {data: number for data, cell in cells.items() if (number := read(cell)) is not None}
     if not numbers:
         return ""
-    data = max(numbers, key=numbers.get)
+    data = max(numbers, key=numbers.__getitem__)
     return f"{what} at most {numbers[data]:.2f} {of_what} ({data}), {'within' if numbers[data] <= limit else 'beyond'} {limit:g}"
 
 

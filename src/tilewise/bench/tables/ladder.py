@@ -30,7 +30,7 @@ def cells_of(rows: Iterable[Row], direction: str = "fwd") -> Cells:
     cells: Cells = {}
     timed = (row for row in rows if row.name == "ladder" and row.median_s is not None and row.case["direction"] == direction)
     for row in latest(replace(row, impl=ALIASES.get(row.impl, row.impl)) for row in timed):
-        place = row.impl, row.case["head_dim"], MASKS[row.case["mask"]], row.case["seqlen_k"]
+        place = row.impl, int(row.case["head_dim"]), MASKS[str(row.case["mask"])], int(row.case["seqlen_k"])
         if place not in cells or CLOCKS.index(row.clock) <= CLOCKS.index(cells[place].clock):
             cells[place] = row
     return cells
@@ -56,7 +56,7 @@ def _ours(name: str) -> bool:
 
 def rate(row: Row | None) -> str:
     """TFLOP/s on visible pairs."""
-    return MISSING if row is None else f"{row.flops_per_s * 1e-12:.{0 if row.flops_per_s >= 1e14 else 1}f}"
+    return MISSING if row is None else f"{row.rate * 1e-12:.{0 if row.rate >= 1e14 else 1}f}"
 
 
 def ladder_table(rows: Iterable[Row]) -> "Table":
@@ -96,7 +96,7 @@ def at_place(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     others = [replace(row, impl=MINE) if row.impl == PRODUCTION else row for row in others if not _ours(ALIASES.get(row.impl, row.impl))]
     for row in sorted(latest(others), key=lambda row: (row.impl != MINE, CLOCKS.index(row.clock))):
         if row.case in cases:
-            found.setdefault(row.impl, {}).setdefault(MASKS[row.case["mask"]], row)
+            found.setdefault(row.impl, {}).setdefault(MASKS[str(row.case["mask"])], row)
     return found
 
 
@@ -125,7 +125,7 @@ def of_the_sheet(found: dict[str, dict[str, Row]]) -> str:
     if machine is None:
         return ""
     peak = machine.peak[torch.float8_e4m3fn]
-    shares = ", ".join(f"{name} {row.flops_per_s / peak:.0%}" for name, row in full.items())
+    shares = ", ".join(f"{name} {row.rate / peak:.0%}" for name, row in full.items())
     return f"A matmul in bf16 is no measure of 8 bits; of the data sheet's {peak * 1e-12:,.0f} TFLOP/s in e4m3 they reach: {shares}."
 
 
@@ -139,8 +139,9 @@ def caption(measured: list[Row]) -> str:
     eight = [row.impl for row in measured if in_eight_bits(row.impl)]
     dtypes = f"bf16 ({', '.join(dict.fromkeys(eight))}: e4m3, quantised beforehand)" if eight else "bf16"
     words = f"{measured[0].device}, torch {where.get('torch', MISSING)}, CuTe DSL {where.get('nvidia-cutlass-dsl', MISSING)}"
+    length = tokens(int(case["seqlen_k"]))
     return (
-        f"Forward, batch {case['batch']}, {tokens(case['seqlen_k'])} tokens, {case['heads_q']} heads, head_dim {case['head_dim']}, {dtypes}. "
+        f"Forward, batch {case['batch']}, {length} tokens, {case['heads_q']} heads, head_dim {case['head_dim']}, {dtypes}. "
         f"{words}. Rungs of one day, and peers of one day, ran in turns in one process."
     )
 
@@ -149,7 +150,7 @@ def share(row: Row | None) -> str:
     """Of a large matmul's rate in the same run; of one in bf16 a rung in 8 bits has none."""
     if row is None or not row.ceiling_flops_per_s or (in_eight_bits(row.impl) and row.ceiling_dtype is None):
         return MISSING
-    return f"{row.flops_per_s / row.ceiling_flops_per_s:.{1 if row.flops_per_s < 1e14 else 0}%}"
+    return f"{row.rate / row.ceiling_flops_per_s:.{1 if row.rate < 1e14 else 0}%}"
 
 
 def rung_markdown(rows: Iterable[Row], name: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from tilewise.bench.compare import MINE, Cell, ahead, geometric_mean, ratios
+from tilewise.bench.compare import MINE, Pair, ahead, geometric_mean, pairs, ratios
 from tilewise.bench.sets import title_of, tokens
 from tilewise.bench.store import Row, latest
 from tilewise.bench.tables.best_peer import cells_of_decode, kinds, longest_of
@@ -29,16 +29,17 @@ def papers(rows: Iterable[Row]) -> str:
     for head_dim, mask in dict.fromkeys(kind[1:] for kind in found):
         groups = (found.get((way, head_dim, mask), []) for way in ("fwd", "bwd"))
         lines.append(line((f"{head_dim}, {escaped(MASKS.get(mask, mask))}", *(text for group in groups for text in _paper(group)))))
-    count = {way: ahead([r for kind, group in found.items() if kind[0] == way for r in ratios(group)]) for way in ("fwd", "bwd")}
-    said = f"tilewise is ahead in {count['fwd']} cells forward and {count['bwd']} backward."
+    of_way = {way: [pair.ratio for kind, group in found.items() if kind[0] == way for pair in group] for way in ("fwd", "bwd")}
+    said = f"tilewise is ahead in {ahead(of_way['fwd'])} cells forward and {ahead(of_way['bwd'])} backward."
     return "\n".join([*lines, "", f"{said} {where(rows)}."])
 
 
-def _paper(group: list[Cell]) -> tuple[str, str, str]:
+def _paper(group: list[Pair]) -> tuple[str, str, str]:
     if not group:
         return MISSING, MISSING, MISSING
-    best = longest_of(group).best
-    return rate(longest_of(group).mine), f"{rate(best)} {best.impl}", f"{geometric_mean(ratios(group)):.2f}"
+    longest = longest_of(group)
+    mean = geometric_mean([pair.ratio for pair in group])
+    return rate(longest.mine), f"{rate(longest.best)} {longest.best.impl}", f"{mean:.2f}"
 
 
 def ladder(rows: Iterable[Row]) -> str:
@@ -57,18 +58,19 @@ def ladder(rows: Iterable[Row]) -> str:
 def decode(rows: Iterable[Row]) -> str:
     """DECODED: microseconds, TB/s, and the fastest peer's; below, in how many cells of the whole set ours is ahead."""
     compared = cells_of_decode(rows)
-    by_title = {title_of(cell.case): cell for cell in compared if cell.ratio is not None}
+    by_title = {title_of(pair.case): pair for pair in pairs(compared)}
     if not by_title:
         return "Not measured yet."
     lines = header("sequences x tokens", "us", "TB/s", "best peer, us", "ratio")
-    shown = [cell for name in DECODED if (cell := by_title.get(f"{name} 32:8 p64 q1"))]
-    for cell in shown:
-        mine, best = cell.mine, cell.best
-        rest = f"{mine.median_s * 1e6:,.1f}", f"{mine.bytes / mine.median_s * 1e-12:.2f}", f"{best.median_s * 1e6:,.1f} {best.impl}"
-        lines.append(line((_caches(cell.case), *rest, f"{cell.ratio:.2f}")))
+    shown = [pair for name in DECODED if (pair := by_title.get(f"{name} 32:8 p64 q1"))]
+    for pair in shown:
+        mine, best = pair.mine, pair.best
+        ours = f"{mine.seconds * 1e6:,.1f}", f"{mine.bytes / mine.seconds * 1e-12:.2f}"
+        theirs = f"{best.seconds * 1e6:,.1f} {best.impl}"
+        lines.append(line((_caches(pair.case), *ours, theirs, f"{pair.ratio:.2f}")))
     numbers = ratios(compared)
     said = f"tilewise is ahead in {ahead(numbers)} cells in all; geometric mean of the ratios {geometric_mean(numbers):.2f}."
-    return "\n".join([*lines, "", f"{said} {where([cell.mine for cell in shown])}."])
+    return "\n".join([*lines, "", f"{said} {where([pair.mine for pair in shown])}."])
 
 
 def _caches(case: dict) -> str:
@@ -81,7 +83,7 @@ def _caches(case: dict) -> str:
 def eight_bits(rows: Iterable[Row]) -> str:
     """The longest causal case of each head_dim: TFLOP/s of EIGHT_BITS."""
     rows = [row for row in latest(rows) if row.impl in EIGHT_BITS and row.median_s is not None and row.case["mask"] == "Causal()"]
-    longest = max((row.case["seqlen_k"] for row in rows), default=0)
+    longest = max((int(row.case["seqlen_k"]) for row in rows), default=0)
     rows = [row for row in rows if row.case["seqlen_k"] == longest]
     lines = header(f"TFLOP/s, causal, {tokens(longest)} tokens", *EIGHT_BITS.values())
     for head_dim in dict.fromkeys(row.case["head_dim"] for row in rows):
@@ -96,7 +98,7 @@ def cpu(rows: Iterable[Row], contenders: tuple[str, ...] = (MINE, "sdpa", "naive
     longest: dict[tuple, int] = {}
     for row in rows:
         kind = row.case["mask"], row.case["direction"]
-        longest[kind] = max(longest.get(kind, 0), row.case["seqlen_k"])
+        longest[kind] = max(longest.get(kind, 0), int(row.case["seqlen_k"]))
     rows = [row for row in rows if row.case["seqlen_k"] == longest[row.case["mask"], row.case["direction"]]]
     shared, own = in_common([row.case for row in rows])
     lines = header(shared, *contenders)
@@ -110,4 +112,4 @@ def _time_and_memory(row: Row | None) -> str:
     if row is None:
         return MISSING
     memory = "" if row.peak_extra_bytes is None else f", {row.peak_extra_bytes / 1e6:,.0f} MB"
-    return f"{row.median_s * 1e3:,.1f} ms{memory}"
+    return f"{row.seconds * 1e3:,.1f} ms{memory}"

@@ -236,8 +236,9 @@ def verdicts(rows: Iterable[Row]) -> "Table":
     from rich.table import Table
 
     made = Table("contender", "case", "result", "error of O", title="Against the fp64 oracle", title_justify="left")
+    results = {True: "[green]passed[/]", False: "[bold red]wrong[/]", None: "[yellow]not run[/]"}
     for row in rows:
-        result = {True: "[green]passed[/]", False: "[bold red]wrong[/]"}.get(row.passed, "[yellow]not run[/]")
+        result = results[row.passed]
         note = "" if row.reason is None else f"{result}: {_plain(row.reason)}"
         made.add_row(row.impl, _plain(describe(row.case)), note or result, MISSING if row.error is None else f"{row.error:.1e}")
     return made

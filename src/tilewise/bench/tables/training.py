@@ -49,11 +49,11 @@ def _title(row: Row) -> str:
 
 
 def _numbers(row: Row) -> tuple[str, str, str, str]:
-    if row.median_s is None:
+    if row.tokens_per_s is None:
         return MISSING, MISSING, MISSING, MISSING
     return (
         f"{row.tokens_per_s:,.0f}",
-        f"{row.flops_per_s * 1e-12:.0f}" if row.flops_per_s >= 1e12 else f"{row.flops_per_s * 1e-12:.2g}",
+        f"{row.rate * 1e-12:.0f}" if row.rate >= 1e12 else f"{row.rate * 1e-12:.2g}",
         MISSING if row.mfu is None else f"{row.mfu:.1%}",
         MISSING if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.1f}",
     )

@@ -53,38 +53,52 @@ class Problem:
     """Blocks of keys of `heads` heads on a machine that runs `num_sms` at a time; heads_k: how many of them have keys, where heads are apart."""
 
     def __init__(
-        self, order, kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n, heads, num_sms, ascending, together, shares=1, abreast=1, heads_k=0
+        self,
+        order,
+        kernels,
+        mask,
+        seqlen_q,
+        seqlen_k,
+        tile_m,
+        tile_n,
+        heads,
+        num_sms,
+        ascending,
+        heads_interleaved,
+        shares=1,
+        heads_per_step=1,
+        heads_k=0,
     ):
-        sees = {"full": "all", "band": "interval"}.get(mask.kind, "rows")
+        mask_kind = {"full": "full", "band": "band"}.get(mask.kind, "varlen")
         if isinstance(mask, Causal):
-            sees = "causal"
-        if sees == "rows" and (heads % abreast or min(ascending, heads) % abreast):
-            abreast = 1
-        by_keys = abreast > 1 or heads % 2 == 1
+            mask_kind = "causal"
+        if mask_kind == "varlen" and (heads % heads_per_step or min(ascending, heads) % heads_per_step):
+            heads_per_step = 1
+        by_keys = heads_per_step > 1 or heads % 2 == 1
         self.config = SimpleNamespace(
-            tile_m=tile_m, tile_n=tile_n, sees=sees, shares=sees == "all", by_keys=by_keys, heads_apart=heads_k > 0
+            tile_m=tile_m, tile_n=tile_n, mask_kind=mask_kind, shares=mask_kind == "full", by_keys=by_keys, block_per_q_head=heads_k > 0
         )
         self.order, self.lengths, self.heads, self.num_sms = order, (seqlen_q, seqlen_k), heads, num_sms
-        if sees == "rows":
+        if mask_kind == "varlen":
             self.band = order.Band(*NOTHING, Columns(kernels, mask, seqlen_q, seqlen_k, tile_m, tile_n))
         else:
             self.band = order.Band(*band_of(mask, seqlen_q, seqlen_k), None)
         self.m_blocks, n_blocks = -(-seqlen_q // tile_m), -(-seqlen_k // tile_n)
-        ascending, together = 0 if sees == "all" else min(ascending, heads), together
+        ascending, heads_interleaved = 0 if mask_kind == "full" else min(ascending, heads), heads_interleaved
         shared_from = n_blocks * heads // num_sms * num_sms
-        shares = shares if sees == "all" and not heads_k else 1
-        ascending -= ascending % abreast
+        shares = shares if mask_kind == "full" and not heads_k else 1
+        ascending -= ascending % heads_per_step
         divisors = (
-            abreast * n_blocks,
-            abreast,
-            together * n_blocks,
-            together,
-            max((heads - ascending) % together, 1),
+            heads_per_step * n_blocks,
+            heads_per_step,
+            heads_interleaved * n_blocks,
+            heads_interleaved,
+            max((heads - ascending) % heads_interleaved, 1),
             heads,
             shares,
             heads_k,
         )
-        how = order.Order(num_sms, ascending, abreast, together, 0, shared_from, shares, *divisors)
+        how = order.Order(num_sms, ascending, heads_per_step, heads_interleaved, 0, shared_from, shares, *divisors)
         how = order.settled_order(how, self.band, heads, self.config)
         numbers = n_blocks * heads + (n_blocks * heads - shared_from) * (shares - 1)
         self.blocks = [order.block_of(number, n_blocks, heads, how, self.config) for number in range(numbers)]
@@ -236,21 +250,23 @@ def test_blocks_that_stay_finish_every_tile_once(in_python):
         batch, heads_k, group, m_blocks = (random.randint(1, most) for most in (3, 4, 3, 7))
         apart = random.random() < 0.5
         ascending = random.randint(0, batch * heads_k * (group if apart else 1))
-        abreast = next(n for n in range(random.randint(1, 3), 0, -1) if ascending % n == 0)
+        heads_per_step = next(n for n in range(random.randint(1, 3), 0, -1) if ascending % n == 0)
         fields = dict.fromkeys(backward_order.Order._fields, 1) | {
             "ascending": ascending,
-            "abreast": abreast,
-            "together": random.randint(1, 5),
+            "heads_per_step": heads_per_step,
+            "heads_interleaved": random.randint(1, 5),
         }
         tensors = SimpleNamespace(
             turns=SimpleNamespace(shape=(batch, heads_k * group, m_blocks, 1)),
             Q=SimpleNamespace(shape=(batch, 9, heads_k * group, 8)),
             K=SimpleNamespace(shape=(batch, 9, heads_k, 8)),
         )
-        for sees in ("all", "causal", "interval", "rows"):
+        for mask_kind in ("full", "causal", "band", "varlen"):
             numbers = range(batch * heads_k * group * m_blocks)
             found = {
-                finish.tile_numbered(number, tensors, backward_order.Order(**fields), SimpleNamespace(sees=sees, heads_apart=apart))
+                finish.tile_numbered(
+                    number, tensors, backward_order.Order(**fields), SimpleNamespace(mask_kind=mask_kind, block_per_q_head=apart)
+                )
                 for number in numbers
             }
             assert found == set(itertools.product(range(batch), range(heads_k * group), range(m_blocks)))
@@ -290,7 +306,7 @@ def test_nobody_waits_for_ever(order, documents_kernels):
 @pytest.mark.parametrize(("ends", "all_ascend"), [(range(0, 2049, 256), True), ((0, 1800, 2048), False)])
 def test_all_heads_of_short_documents_ascend(ends, all_ascend, order, documents_kernels):
     mask = Documents(tuple(ends), inner=Causal())
-    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, num_sms=4, ascending=4, together=2)
+    problem = Problem(order, documents_kernels, mask, 2048, 2048, 64, 128, heads=6, num_sms=4, ascending=4, heads_interleaved=2)
     assert all(block.ascending for block in problem.blocks) == all_ascend
 
 

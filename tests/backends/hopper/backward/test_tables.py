@@ -39,7 +39,7 @@ class Problem:
     """A mask's tables as the kernel has them."""
 
     def __init__(self, kernel, mask, seqlen_q, seqlen_k, tile_m, tile_n, batch, heads):
-        self.kernel, self.config = kernel, SimpleNamespace(sees="runs", tile_m=tile_m, tile_n=tile_n)
+        self.kernel, self.config = kernel, SimpleNamespace(mask_kind="tiles", tile_m=tile_m, tile_n=tile_n)
         self.lengths, self.planes = (seqlen_q, seqlen_k), mask.planes(seqlen_q, seqlen_k, batch, heads)
         self.found = visits_of(self.planes, batch, heads, self.config, CPU)
         self.tables, self.of_queries = map(arrays, (self.found, query_visits_of(self.planes, CPU)))

@@ -41,8 +41,8 @@ def test_without_a_compiler_only_prebuilt_kernels_do(monkeypatch):
     monkeypatch.setattr(jit, "why_no_compiler", lambda: ["cutlass is not installed"])
     monkeypatch.setattr(prebuilt, "entry", lambda launch, config, arch: config.rotary is None)
     assert not append_call.why_not(replace(CALL, rotary_cos=None, rotary_sin=None))
-    (told,) = append_call.why_not(CALL)
-    assert told.startswith("there is no kernel at hand for hopper.decode.append")
+    (broadcast,) = append_call.why_not(CALL)
+    assert broadcast.startswith("there is no kernel at hand for hopper.decode.append")
 
 
 def test_a_kernel_is_found_again_by_what_it_depends_on():

@@ -48,8 +48,8 @@ def rotary(positions: int, half: int, interleaved: bool = False, dtype: torch.dt
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_what_it_does_not_cover(changes, sentence):
-    (told,) = decoding.why_not(replace(CALL, **changes))
-    assert told.endswith(sentence)
+    (broadcast,) = decoding.why_not(replace(CALL, **changes))
+    assert broadcast.endswith(sentence)
     assert decoding.bind(replace(CALL, **changes)) is None
 
 
@@ -110,8 +110,8 @@ def test_without_a_compiler_only_prebuilt_kernels_do(monkeypatch):
     monkeypatch.setattr(jit, "why_no_compiler", lambda: ["cutlass is not installed"])
     monkeypatch.setattr(prebuilt, "entry", lambda launch, config, arch: config.box == 0)
     assert not decoding.why_not(CALL)
-    (told,) = decoding.why_not(made(DecodeCase(lengths=(5, 9), page=16)))
-    assert told.startswith("there is no kernel at hand for hopper.decode.kernel") and "box=16" in told
+    (broadcast,) = decoding.why_not(made(DecodeCase(lengths=(5, 9), page=16)))
+    assert broadcast.startswith("there is no kernel at hand for hopper.decode.kernel") and "box=16" in broadcast
 
 
 def test_a_prefix_pays_where_it_saves_a_launch_its_time(monkeypatch):
@@ -184,7 +184,7 @@ def test_pieces_of_many_numbers_are_few(heads, queries, dims, least, monkeypatch
     config = decoding.config_of(call)
     cut = decoding.Cut(rows=config.tile_m)
     assert decoding._need(call, config, cut).least == least
-    assert decoding._need(call, config, cut._replace(numbers=1 << 20)).least == 1
+    assert decoding._need(call, config, cut._replace(elements_per_extra_tile=1 << 20)).least == 1
     assert decoding._need(replace(call, split=64), config).least == 1
 
 
@@ -193,8 +193,12 @@ def test_shares_are_fitted_but_with_a_fixed_split(monkeypatch):
     call = made(DecodeCase(lengths=(300, 20), heads=(16, 1), dims=(128, 128)))
     split = replace(call, split=64)
     usual = decoding.config_of(call)
-    assert [decoding._need(call, usual, decoding.Cut(alone=alone)).alone for alone in (None, 0, 5)] == [usual.alone, 0, 5]
-    assert decoding._need(split, decoding.config_of(split)).alone == 0
+    assert [decoding._need(call, usual, decoding.Cut(solo_speedup_x4=alone)).solo_speedup_x4 for alone in (None, 0, 5)] == [
+        usual.solo_speedup_x4,
+        0,
+        5,
+    ]
+    assert decoding._need(split, decoding.config_of(split)).solo_speedup_x4 == 0
 
 
 OF_UNIT = [(1, 1024, 64), (1, 65_536, 64), (64, 1024, 64), (1, 65_537, 128), (256, 1024, 128)]  # sequences, tokens, rows of a unit at most
@@ -237,15 +241,15 @@ def test_a_fixed_split_has_whole_tiles_of_rows(monkeypatch):
     assert decoding._need(replace(call, split=64), decoding.config_of(replace(call, split=64))).rows == 128
 
 
-CHUNK = {"consumers": 2, "rising": True} | config.CHUNK
+CHUNK = {"consumers": 2, "causal_tiles": True} | config.CHUNK
 ROWS = [
     (DecodeCase(lengths=(70,), heads=(8, 2)), {}),
     (DecodeCase(lengths=(70,), queries=16, heads=(8, 2)), {}),
     (DecodeCase(lengths=(70,), queries=17, heads=(8, 2)), {"consumers": 2}),  # one unit still
     (DecodeCase(lengths=(70,), queries=40, heads=(8, 2)), CHUNK),
     (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), mask=Full()), {"consumers": 2} | config.CHUNK),
-    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), page=4), {"rising": True}),  # threads gather
-    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), dims=(256, 256)), {"rising": True}),
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), page=4), {"causal_tiles": True}),  # threads gather
+    (DecodeCase(lengths=(70,), queries=40, heads=(8, 2), dims=(256, 256)), {"causal_tiles": True}),
     (DecodeCase(lengths=(70,) * 30, queries=(1,) * 30, heads=(8, 2)), {}),  # of which one sequence might have all
     (DecodeCase(lengths=(70,) * 30, queries=(1,) * 10 + (0,) * 20, heads=(8, 2)), {}),
     (DecodeCase(lengths=(300,) * 30, queries=(1,) * 29 + (290,), heads=(8, 2)), CHUNK),

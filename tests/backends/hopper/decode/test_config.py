@@ -36,7 +36,7 @@ def test_how_much_faster_a_block_is_alone():
         ((256, 256), {}, 8),
         ((576, 512), {}, 7),
     ):
-        assert configure(BF16, *dims, None, **fields).alone == expected
+        assert configure(BF16, *dims, None, **fields).solo_speedup_x4 == expected
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ SHARED = 232_448 - 3072  # bytes of shared memory, but for barriers and small nu
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
 def test_what_it_does_not_cover(changes, sentence):
-    (told,) = decoding.why_not(replace(CALL, **changes))
-    assert told.endswith(sentence)
+    (broadcast,) = decoding.why_not(replace(CALL, **changes))
+    assert broadcast.endswith(sentence)
     assert decoding.bind(replace(CALL, **changes)) is None
 
 

@@ -57,17 +57,17 @@ def test_a_negative_scale_beside_int8():
 
 
 @pytest.mark.parametrize("dims", TILES_OF_WIDE_VALUES, ids=str)  # and so of others
-@pytest.mark.parametrize("sees", ["all", "causal", "interval", "rows", "runs"])
-def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, sees):
+@pytest.mark.parametrize("mask_kind", ["full", "causal", "band", "varlen", "tiles"])
+def test_tiles_lie_in_groups_of_keys_and_fit_shared_memory(dims, mask_kind):
     for changes in ({}, {"softcap": True}, {"wide_values": True}, {"wide_values": True, "softcap": True}, {"tokens_k": True}):
-        config = configure(torch.int8, torch.bfloat16, *dims, sees, centred=True, **changes)
+        config = configure(torch.int8, torch.bfloat16, *dims, mask_kind, centred=True, **changes)
         assert GROUP % config.tile_n == 0 and config.pieces_of_O > 0
 
 
 @pytest.mark.parametrize("fields", [{"promote": False}, {"pingpong": True}, {"wide_values": True, "promote": True}], ids=str)
 def test_pieces_are_refused_where_nothing_makes_them(fields):
     with pytest.raises(ValueError, match=r"pieces=2 goes with promote, without wide_values and pingpong, got .*; leave pieces at 1"):
-        configure(torch.int8, torch.bfloat16, 256, 256, "all", **{"pieces": 2} | fields)
+        configure(torch.int8, torch.bfloat16, 256, 256, "full", **{"pieces": 2} | fields)
 
 
 @pytest.mark.parametrize("way", ["int8", "fp8", "given", "int8_qk"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewise.backends.hopper.forward.plan import _section, config_of
-from tilewise.masks import Causal, Documents, Full, SlidingWindow, Unread
+from tilewise.masks import Causal, DeviceDocuments, Documents, Full, SlidingWindow
 from tilewise.problem import Call
 
 MULTIPROCESSORS = 132
@@ -111,7 +111,7 @@ def test_documents_are_taken_in_pairs_of_thread_blocks_where_walks_are_long():
     def cluster(mask):
         return config_of(Call(q=x, k=x, v=x, mask=mask, scale=1.0)).cluster
 
-    unread = Unread(ends, ends, CAUSAL)
+    unread = DeviceDocuments(ends, ends, CAUSAL)
     assert cluster(unread) == 1
     unread.check(8192, 8192)
     assert cluster(unread) == 2

@@ -86,7 +86,7 @@ class Tile(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tile of queries. For "runs" m_block is the number of visits of this head from here to the last, until the visit is there (`located`)."""
+    """A tile of queries. For "tiles" m_block is the number of visits of this head from here to the last, until the visit is there (`located`)."""
 
     head: Int32  # in the group
     m_block: Int32
@@ -105,7 +105,7 @@ def consume(
     pipes.k.consumer_wait(tma.at_first(1))
     pipes.v.consumer_wait(tma.at_first(1))
     tiles, place = beginning(tensors, block, band, walk, config)
-    if const_expr(config.dq_apart):
+    if const_expr(config.separate_dq_kernel):
         state = before = tma.at_first(config.stages)
         for i in cutlass.range(tiles, unroll=1):
             before = step_apart(tile, pipes, state, before, i > 0, place, walk, scores, config)
@@ -185,7 +185,7 @@ def make_tile(
 def beginning(tensors: Tensors, block: Block, band: Band, walk: Walk, config: Constexpr[Config]) -> tuple[Int32, Place]:
     """How many tiles of queries the block visits, in all heads of the group, and the first of them."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    if const_expr(config.sees != "runs"):
+    if const_expr(config.mask_kind != "tiles"):
         return (walk.last - walk.first) * group, Place(Int32(0), walk.start)
     tiles = Int32(0)
     for g in cutlass.range(group, unroll=1):
@@ -202,7 +202,7 @@ def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: W
     """The one after; after the last there may be any, which is none."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     head, m_block = place.head, place.m_block
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         m_block -= 1
         while m_block == 0 and head + 1 < group:
             head += 1
@@ -218,7 +218,7 @@ def next_place(place: Place, tensors: Tensors, block: Block, band: Band, walk: W
 @cute.jit
 def located(tile: Tile, place: Place, stage: Int32, config: Constexpr[Config]) -> Place:
     """The place with its tile of queries, once Q is in its stage."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return Place(place.head, visit_in(tile.visits, stage).tile)
     return place
 

@@ -36,7 +36,7 @@ from tilewise.backends.hopper.scores.derivative import add_to_rows, differentiat
 from tilewise.backends.hopper.visible.hiding import hide
 from tilewise.backends.hopper.visible.queries import (
     Walk,
-    abreast,
+    heads_per_step,
     hide_in,
     next_in,
     queries_of_rows,
@@ -142,7 +142,7 @@ def consume_units(
         if const_expr(config.shares):
             blocks = units.blocks_of(tensors, config) * tensors.K.shape[2] * tensors.K.shape[0]
             partials = shares.partials_of(partial, queue.counter, unit, order, blocks)
-        if const_expr(config.heads_apart):
+        if const_expr(config.block_per_q_head):
             partials = shares.partials_of_group(partial, queue.counter, block, tensors, config)
         write_once(epilogue.write_through, given, tile, partials, block, config)
         if const_expr(not epilogue.fit_in_dS(config)):
@@ -162,7 +162,7 @@ def write_once(
     """dK and dV, by `write`, which takes what is `given`. Of a block of keys that is shared the last thread block writes those of all parts; of heads
     that are apart the last one writes those of the group.
     """
-    if const_expr(config.heads_apart):
+    if const_expr(config.block_per_q_head):
         if block.member < tile.tensors.Q.shape[2] // tile.tensors.K.shape[2] - 1:
             shares.pass_on(partials, tile.acc_dK, tile.acc_dV, block, config)
         else:
@@ -184,15 +184,15 @@ def visit_all(
     """The whole walk, for every query head of the group."""
     tensors, block, band = tile.tensors, tile.block, tile.band
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    together = abreast(group, config)
+    heads_interleaved = heads_per_step(group, config)
     begin, end = walks_of(block, group, config)
     for first in cutlass.range(begin, end, unroll=1):
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
-        m_block, left = own.start, (own.last - own.first) * together
+        m_block, left = own.start, (own.last - own.first) * heads_interleaved
         ask_ahead(tile, pipes, state, left > 0, config)
         for _i in cutlass.range(own.last - own.first, unroll=1):
             masked = m_block < own.free_first or m_block >= own.free_last
-            for g in cutlass.range(first, first + together, unroll=1):
+            for g in cutlass.range(first, first + heads_interleaved, unroll=1):
                 left -= 1
                 if const_expr(config.lean):
                     state = step_lean(tile, pipes, state, g, m_block, masked, config)
@@ -258,7 +258,7 @@ def step(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, g: Int32, m_block: Int32, masked: Boolean,
     more: Boolean, has_dQ: Constexpr[bool], config: Constexpr[Config],
 ):  # fmt: skip
-    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "runs" m_block is a visit, and says nothing of the tile.
+    """One tile of queries: S and dP, P and dS, and what they add to dV, dQ and dK. For "tiles" m_block is a visit, and says nothing of the tile.
     `more`: it is not the walk's last.
     """
     stage, shape, lse = state.index, (config.tile_n, config.tile_m), tile.lse
@@ -276,7 +276,7 @@ def step(
         acc_dP = fragments.scores(tile.mma.s, shape, tile.tPrV, tile.tPrdO[None, None, None, stage])
     bits = None
     if const_expr(config.dropout):
-        at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+        at = visit_in(tile.visits, stage).tile if const_expr(config.mask_kind == "tiles") else m_block
         bits = changed.kept_of(tile.thread, g, at * config.tile_m, tile.block.n0, config)
     warpgroup.wait_group(1)  # S is there, dP is not
     if const_expr(at_once(config)):
@@ -413,7 +413,7 @@ def weigh_columns(
     """P of some of a thread's columns from their exponents, rounded."""
     if const_expr(last > first):
         if masked:
-            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), first, last)
+            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.mask_kind, -float("inf"), first, last)
         exponentiate(acc_S, first, last)
         part = cute.make_layout(2 * (last - first))
         into, numbers = (cute.make_tensor(x.iterator + 2 * first, part) for x in (P, acc_S))
@@ -458,7 +458,7 @@ def weights(
             changed.round_kept(P, acc_S, bits)
             return P
         return as_left_operand(tile.mma.dv, acc_S, (config.tile_n, config.tile_m))
-    at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+    at = visit_in(tile.visits, stage).tile if const_expr(config.mask_kind == "tiles") else m_block
     rest = changed.change(acc_S, tile.thread, g, at * config.tile_m, config)
     hide_in(tile, acc_S, tile.block.n0, stage, m_block, masked, -float("inf"), config)
     P = left_operand(tile.mma.dv, (config.tile_n, config.tile_m))
@@ -468,7 +468,7 @@ def weights(
 
 def at_once(config: Config) -> bool:
     """Whether all of P is computed ahead of what hides some of it."""
-    return not config.modified and (config.ahead == 1 or config.sees == "runs")
+    return not config.modified and (config.ahead == 1 or config.mask_kind == "tiles")
 
 
 @cute.jit
@@ -478,10 +478,10 @@ def exponentiate_in_two(tile: Tile, acc_S: cute.Tensor, m_block: Int32, masked: 
     cut = const_expr(int(columns * config.ahead) // 2 * 2)
     if const_expr(cut > 0):
         if masked:
-            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), 0, cut)
+            hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.mask_kind, -float("inf"), 0, cut)
         exponentiate(acc_S, 0, cut)
     if masked:
-        hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.sees, -float("inf"), cut, columns)
+        hide(tile, acc_S, tile.tScS, m_block * config.tile_m, config.mask_kind, -float("inf"), cut, columns)
     exponentiate(acc_S, cut, columns)
 
 
@@ -491,7 +491,7 @@ def leave_dQ(tile: Tile, acc_dQ: cute.Tensor, g: Int32, m_block: Int32, stage: I
     tensors, batch = tile.tensors, tile.block.batch
     head = tile.block.head_k * (tensors.Q.shape[2] // tensors.K.shape[2]) + g
     if const_expr(config.one_block):
-        at = visit_in(tile.visits, stage).tile if const_expr(config.sees == "runs") else m_block
+        at = visit_in(tile.visits, stage).tile if const_expr(config.mask_kind == "tiles") else m_block
         thread = arch.thread_idx()[0] - THREADS
         parts.write_at_once(tensors, acc_dQ, tile.mma.dq, thread, batch, head, at, tile.scale, config)
     else:

@@ -78,7 +78,7 @@ class Block(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Tiles of keys [first, last), from the last one down; those in [free_first, free_last) need no mask. For "runs" these are visits."""
+    """Tiles of keys [first, last), from the last one down; those in [free_first, free_last) need no mask. For "tiles" these are visits."""
 
     first: Int32
     last: Int32
@@ -120,10 +120,10 @@ def block_of(number: Int32, m_blocks: Int32, heads_q: Int32, heads: Int32, toget
 @cute.jit
 def walk_of(block: Block, band: Band, config: Constexpr[Config]) -> Walk:
     """Empty where none of the rows sees a key."""
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         first, last, free_first, free_last = (band.tables.query_walks[block.m0 // ROWS, i] for i in range(4))
         return Walk(first, last, free_first, free_last)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         plane, m_block = band.tables.planes[block.batch, block.head], block.m0 // ROWS
         first, last = band.tables.query_spans[plane, m_block, 0], band.tables.query_spans[plane, m_block, 1]
         return Walk(first, last, first, first)
@@ -153,8 +153,8 @@ def kernel(
     storage = SmemAllocator()
     dtype = tensors.Q.element_type
     tiles = [storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
-    visits, visit_bytes = None, const_expr(4 * FIELDS if config.sees == "runs" else 0)
-    if const_expr(config.sees == "runs"):
+    visits, visit_bytes = None, const_expr(4 * FIELDS if config.mask_kind == "tiles" else 0)
+    if const_expr(config.mask_kind == "tiles"):
         visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, 2)), 16)
     sm = Smem(*tiles, visits)
     warps = CONSUMERS * THREADS // WARP
@@ -189,13 +189,13 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
         tma.load(loads.Q, sm.Q, pipes.q, once, (ROWS, config.head_dim), rows)
     for i in cutlass.range(walk.last - walk.first, unroll=1):
         n_block = walk.last - 1 - i
-        if const_expr(config.sees == "runs"):
+        if const_expr(config.mask_kind == "tiles"):
             visit = n_block
             n_block = band.tables.query_visits[visit, 0]
         keys = n_block, 0, head_k, block.batch
         pipes.k.producer_acquire(at_k)
         tma.load(loads.K, sm.K, pipes.k, at_k, (KEYS, config.head_dim), keys)
-        if const_expr(config.sees == "runs"):
+        if const_expr(config.mask_kind == "tiles"):
             load_row(band.tables.query_visits[visit, None], sm.visits, pipes.k, at_k, FIELDS)
         if i == 0:
             pipes.do.producer_acquire(once)
@@ -270,7 +270,7 @@ def consume(
             dP, P = fragments.by_rows(acc_dP), fragments.by_rows(acc_S)
             drop(dP, bits, tensors.changes.draw, config)
             differentiate_rows(dP, P, dP, rows.minus_delta)
-            if const_expr(config.sees == "runs"):
+            if const_expr(config.mask_kind == "tiles"):
                 hide_unseen(acc_dP, visit_in(sm.visits, at_k.index), block.m0, band.tables.query_bitmaps, band.tables.query_bands)
             elif n_block < walk.free_first or n_block >= walk.free_last:
                 hide(rows, acc_dP, tScS, n_block * KEYS)
@@ -285,8 +285,8 @@ def consume(
 
 @cute.jit
 def first_key(sVisits: cute.Tensor | None, stage: Int32, n_block: Int32, config: Constexpr[Config]) -> Int32:
-    """Of a tile; for "runs" n_block is a visit."""
-    return KEYS * (visit_in(sVisits, stage).tile if const_expr(config.sees == "runs") else n_block)
+    """Of a tile; for "tiles" n_block is a visit."""
+    return KEYS * (visit_in(sVisits, stage).tile if const_expr(config.mask_kind == "tiles") else n_block)
 
 
 @cute.jit

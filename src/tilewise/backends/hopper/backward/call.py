@@ -21,7 +21,7 @@ from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
 from tilewise.machine.sheets import H100
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.problem import Call, Gradients, Problem, gradient_like
 from tilewise.sm90 import jit
 
@@ -48,24 +48,24 @@ def check(call: Call) -> None:
 
 
 WALKS = {
-    "all": "over all tiles of {} queries",
+    "full": "over all tiles of {} queries",
     "causal": "over tiles of {} queries, from those that begin to see them on",
-    "interval": "over tiles of {} queries, from the first to the last that see them",
-    "rows": "over tiles of {} queries, which the GPU finds from cu_seqlens",
-    "runs": "over tiles of {} queries, from tables",
+    "band": "over tiles of {} queries, from the first to the last that see them",
+    "varlen": "over tiles of {} queries, which the GPU finds from cu_seqlens",
+    "tiles": "over tiles of {} queries, from tables",
 }
 
 
 def lines(call: Call, num_sms: int = H100.sms) -> list[str]:
     """What the backward pass will do, in sentences; num_sms: multiprocessors of the GPU."""
     config = planning.config_of(call)
-    walk = WALKS[config.sees].format(config.tile_m)
+    walk = WALKS[config.mask_kind].format(config.tile_m)
     sums = "dQ written by who computes it" if config.one_block else "dQ by a kernel of its own"
     if config.sums:
         size = 4 * call.batch * call.heads_q * -(-call.seqlen_q // config.tile_m) * config.elements_of_sum(call.head_dim)
         sums = f"dQ summed up in fp32 ({size / 1e6:,.1f} MB) in one order, so that every run gives the same bits"
     _, shares, parts = planning.shared(config, call, num_sms)
-    if config.heads_apart:
+    if config.block_per_q_head:
         size = 4 * parts * planning.elements_of_part(config)
         sums += (
             f"; each query head by thread blocks of its own, and a group's dK and dV summed up in fp32 ({size / 1e6:,.1f} MB), in one order"
@@ -94,7 +94,7 @@ def ahead(call: Call) -> list[list[jit.Kernel]]:
     sink = [] if call.sink is None else [sink_gradient.kernel(call)]
     groups = [[jit.Kernel(LAUNCH, arguments, config), *_tables(config)], [*repairs.kernels(config), *sink]]  # what takes long, first
     if call.bias is not None and call.bias.requires_grad:
-        groups.append([bias_gradient.kernel(call, planning.board_of(call.q.device).num_sms)])
+        groups.append([bias_gradient.kernel(call, planning.gpu_of(call.q.device).num_sms)])
     return [*filter(None, groups)]
 
 
@@ -107,7 +107,7 @@ def _kernels(call: Call) -> list[jit.Kernel]:
 
 def _tables(config: Config) -> list[jit.Kernel]:
     """Of what finds out what packed documents see."""
-    return [backward_tables.kernel(config)] if config.sees == "rows" else []
+    return [backward_tables.kernel(config)] if config.mask_kind == "varlen" else []
 
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
@@ -135,14 +135,14 @@ def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bo
     """The kernels of the call's gradients and their arguments; `gradient` says how an input's gradient lies."""
     if call.q.numel() == 0 or call.k.numel() == 0:
         return WithoutKeys()
-    board = planning.board_of(call.q.device)
-    plan, of_documents = planning.Plan.of(call, board), isinstance(call.mask, Unread)
+    gpu = planning.gpu_of(call.q.device)
+    plan, of_documents = planning.Plan.of(call, gpu), isinstance(call.mask, DeviceDocuments)
     config = plan.config
-    rows = of_documents and config.sees == "rows"
+    rows = of_documents and config.mask_kind == "varlen"
     tables = None if rows else backward_tables.of_call(call, config)
     reads = call.diagonal is not None or (of_documents and not rows)
     kept = not reads and len(plan.turns) == 1 and (rows or sum(x.nbytes for x in jit.tensors_of(tables)) <= short.TABLE_BYTES)
-    repair = repairs.bind(call, config, board.num_sms)  # before the other one, which a helper may be compiling
+    repair = repairs.bind(call, config, gpu.num_sms)  # before the other one, which a helper may be compiling
     kernel, scalars = jit.compiled(LAUNCH, arguments, config), functools.partial(scalars_of, call, plan)
     if len(plan.turns) > 1:
         kernel, repair = _in_parts(plan, kernel, repair), None
@@ -156,7 +156,7 @@ def bind(call: Call, gradient: Callable[[Tensor], Tensor] = gradient_like) -> Bo
         seen,
         _changer(call, config) if changed else changes.or_none(changes.changes(call, config)),
         repair=repair,
-        of_bias=None if call.bias is None else _bias_of(call, board.num_sms),
+        of_bias=None if call.bias is None else _bias_of(call, gpu.num_sms),
         of_sink=None if call.sink is None else sink_gradient.bind(call, config.natural),
         gradient=gradient,
         kept=kept,

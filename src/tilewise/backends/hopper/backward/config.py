@@ -24,7 +24,7 @@ class Staged:
     """Through shared memory, from where the copy engine adds it to the sum in global memory."""
 
     finishes: bool = False  # a warp of the main kernel finishes what it can of dQ (finish.py)
-    persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); not under "runs"
+    persistent: bool = False  # a thread block takes one block of keys after another (persistent.py); not under "tiles"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +73,9 @@ class ByKeys:
     ahead: float = 1  # which share of a tile's exponentials is computed before dP is waited for
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where all keys are seen
-    planes_apart: bool = False  # the query heads of a group see different keys, and are walked with one after another; under "runs"
-    heads_apart: bool = (
-        False  # each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "runs"
+    q_heads_in_turn: bool = False  # the query heads of a group see different keys, and are walked with one after another; under "tiles"
+    block_per_q_head: bool = (
+        False  # each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "tiles"
     )
 
 
@@ -100,7 +100,7 @@ class Config(ScoreChanges):
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "causal", "interval", "rows", "runs"]  # visible/ says what each means
+    mask_kind: Literal["full", "causal", "band", "varlen", "tiles"]  # visible/ says what each means
     tile_m: int  # queries
     tile_n: int  # keys
     split: ByKeys | ByColumns = ByKeys()
@@ -146,14 +146,14 @@ class Config(ScoreChanges):
     @property
     def repairs(self) -> bool:
         """Whether NaN and infinities may be hidden: by a mask, or by a bias that leaves a query nothing to see."""
-        return self.sees != "all" or self.bias is not None
+        return self.mask_kind != "full" or self.bias is not None
 
     @property
     def looks(self) -> bool:
         """Whether it is known which hidden numbers may have made a row NaN: where a row sees all between a beginning and an end, and not where dQ of
         a whole tile is written NaN for one row's sake.
         """
-        return self.repairs and self.sees != "runs" and self.bias is None and not self.one_block
+        return self.repairs and self.mask_kind != "tiles" and self.bias is None and not self.one_block
 
     @property
     def bias_pairs(self) -> bool:
@@ -164,7 +164,7 @@ class Config(ScoreChanges):
     def repaired_parts(self) -> tuple[int, int]:
         """In how many parts of their columns dQ, and dK and dV, are repaired: as they are written, or in as many as fit into registers."""
         fit = -(-self.head_dim // 128)
-        return fit if self.dq_apart else self.dq_grid[1] * self.dq_pieces, max(fit, self.column_parts)
+        return fit if self.separate_dq_kernel else self.dq_grid[1] * self.dq_pieces, max(fit, self.column_parts)
 
     @property
     def repaired_columns(self) -> int:
@@ -177,7 +177,7 @@ class Config(ScoreChanges):
         return isinstance(self.split, ByKeys)
 
     @property
-    def dq_apart(self) -> bool:
+    def separate_dq_kernel(self) -> bool:
         return isinstance(self.split.dq, Apart)
 
     @property
@@ -201,13 +201,13 @@ class Config(ScoreChanges):
         return isinstance(self.split, ByKeys) and self.split.shares
 
     @property
-    def planes_apart(self) -> bool:
+    def q_heads_in_turn(self) -> bool:
         """Whether a group's query heads have walks of their own, one after another."""
-        return self.split.planes_apart if isinstance(self.split, ByKeys) else self.sees == "runs"
+        return self.split.q_heads_in_turn if isinstance(self.split, ByKeys) else self.mask_kind == "tiles"
 
     @property
-    def heads_apart(self) -> bool:
-        return isinstance(self.split, ByKeys) and self.split.heads_apart
+    def block_per_q_head(self) -> bool:
+        return isinstance(self.split, ByKeys) and self.split.block_per_q_head
 
     @property
     def dq_transposed(self) -> bool:
@@ -230,9 +230,9 @@ class Config(ScoreChanges):
         super().__post_init__()
         wrong = {
             "where keys are split, the consumers do not know a visit's tile of queries before it is there: dQ cannot go directly": (
-                self.by_keys and self.direct and self.sees == "runs"
+                self.by_keys and self.direct and self.mask_kind == "tiles"
             ),
-            "a persistent thread block needs walks over tiles": self.persistent and self.sees == "runs",
+            "a persistent thread block needs walks over tiles": self.persistent and self.mask_kind == "tiles",
             "sums leave out columns only where there are sums, of dQ that is not transposed": self.narrow
             and (self.dq_transposed or not self.sums),
             "ROOMY is for two consumers": self.roomy and self.consumers != 2,
@@ -241,13 +241,13 @@ class Config(ScoreChanges):
             "what finishes dQ takes 64 columns of a warpgroup": self.finishes and self.dq_width != 64,
             "dropout comes between dP and delta, and knows no lean step": self.dropout and (self.whole.delta_in or self.lean),
             "log-sum-exps are asked for ahead only where scores are plain": self.whole.asks_ahead and self.modified,
-            "blocks of keys are shared only where all are seen": self.shares and self.sees != "all",
-            "query heads are apart only where scores are plain, walks go over tiles, dQ is summed up and blocks are not shared": self.heads_apart
-            and (self.modified or self.sees == "runs" or self.shares or not self.staged),
+            "blocks of keys are shared only where all are seen": self.shares and self.mask_kind != "full",
+            "query heads are apart only where scores are plain, walks go over tiles, dQ is summed up and blocks are not shared": self.block_per_q_head
+            and (self.modified or self.mask_kind == "tiles" or self.shares or not self.staged),
             "where blocks are shared and dQ is finished, thread blocks are persistent: they know whose dQ has to wait": (
                 self.shares and self.finishes and not self.persistent
             ),
-            "planes are of tables": self.planes_apart and self.sees != "runs",
+            "planes are of tables": self.q_heads_in_turn and self.mask_kind != "tiles",
         }
         for why, holds in wrong.items():
             if holds:
@@ -289,7 +289,7 @@ class Config(ScoreChanges):
     @property
     def partial(self) -> bool:
         """Whether Scratch.partial is there."""
-        return self.shares or self.heads_apart
+        return self.shares or self.block_per_q_head
 
     @property
     def counters(self) -> int:
@@ -299,12 +299,12 @@ class Config(ScoreChanges):
     @property
     def delta_ahead(self) -> bool:
         """Whether -delta is read before P is there or after it: which of the two spills is found by trying."""
-        return self.sees == "runs" and not (self.whole.delta_in or self.modified)
+        return self.mask_kind == "tiles" and not (self.whole.delta_in or self.modified)
 
     @property
     def least_blocks(self) -> int:
         """Of the last kernel, on a multiprocessor, for the compiler; 0 leaves it free. Then it spills a few bytes to have one more."""
-        squeezed = self.modified or self.sees in ("rows", "runs") or (self.repairs and self.head_dim == 96)
+        squeezed = self.modified or self.mask_kind in ("varlen", "tiles") or (self.repairs and self.head_dim == 96)
         return 1 if self.only_looks or squeezed else 0
 
     @property
@@ -320,12 +320,12 @@ class Config(ScoreChanges):
     @property
     def sums(self) -> bool:
         """Whether dQ is summed up in global memory."""
-        return not (self.dq_apart or self.one_block)
+        return not (self.separate_dq_kernel or self.one_block)
 
     @property
     def marks_last_visits(self) -> bool:
         """Whether Q and dO are first to leave the L2 cache at their last visit. Where scores are changed, registers are too few to know."""
-        return self.sums and self.sees != "runs" and not self.modified
+        return self.sums and self.mask_kind != "tiles" and not self.modified
 
     def elements_of_sum(self, head_dim: int) -> int:
         """Of a tile of dQ in global memory. head_dim: of the tensors."""
@@ -421,38 +421,38 @@ AHEAD = dict(asks_ahead=True)
 WHOLE = PAIRWISE | AHEAD | dict(delta_in=True, roomy=True)
 LARGER = WHOLE | dict(tile_m=80, dq_transposed=True, ahead=0.5, roomy=False)
 LONG = {
-    ((128, 128), "all"): ((1, PERSIST | WHOLE), (1024, FINISHES | PERSIST | WHOLE), (2048, LARGER | PERSIST), (8192, LARGER | SHARED)),
+    ((128, 128), "full"): ((1, PERSIST | WHOLE), (1024, FINISHES | PERSIST | WHOLE), (2048, LARGER | PERSIST), (8192, LARGER | SHARED)),
     ((128, 128), "causal"): ((1, WHOLE), (1024, FINISHES | WHOLE)),
-    ((128, 128), "interval"): ((1, FINISHES | WHOLE),),
-    ((128, 128), "rows"): ((1, FINISHES | WHOLE),),
-    ((64, 64), "all"): ((1, FINISHES | PERSIST | AHEAD), (1024, FINISHES | PERSIST | SHARED | AHEAD)),
+    ((128, 128), "band"): ((1, FINISHES | WHOLE),),
+    ((128, 128), "varlen"): ((1, FINISHES | WHOLE),),
+    ((64, 64), "full"): ((1, FINISHES | PERSIST | AHEAD), (1024, FINISHES | PERSIST | SHARED | AHEAD)),
     ((64, 64), "causal"): ((1, PAIRWISE | AHEAD), (256, FINISHES | PAIRWISE | AHEAD)),
-    ((64, 64), "interval"): ((1, FINISHES | PAIRWISE | AHEAD),),
-    ((64, 64), "rows"): ((1, PAIRWISE | AHEAD),),
+    ((64, 64), "band"): ((1, FINISHES | PAIRWISE | AHEAD),),
+    ((64, 64), "varlen"): ((1, PAIRWISE | AHEAD),),
 }
 # Five products, where tables or changed scores take no registers besides.
 WIDE = dict(tile_n=128, split="keys", ds_stages=1, step="lean", ahead=0.25)
-LONG |= {((192, 128), sees): ((1, WIDE),) for sees in ("all", "causal", "interval", "rows")}
+LONG |= {((192, 128), mask_kind): ((1, WIDE),) for mask_kind in ("full", "causal", "band", "varlen")}
 
 
 # Where a thread block takes one block of keys after another: one's end and the next one's beginning take the time of two or three tiles, of
 # which it saves a part. Where all keys are seen, LONG says when.
-PERSISTENT = "causal", "interval", "rows"
+PERSISTENT = "causal", "band", "varlen"
 PERSISTENT_UP_TO = 16384  # queries, under a causal mask (H200, 2026-11-22: with dQ finished by the way 4 to 5 % from 4,096 to 16,384)
 
 
 @lru_cache(1024)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = 1, few: bool = False, **choice) -> Config:
+def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, mask_kind: str, seqlen_q: int = 1, few: bool = False, **choice) -> Config:
     """few: keys, at most ONE_BLOCK."""
     dims = tile_dims(head_dim, head_dim_v)
-    config = Config.of(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **(TILES[dims] | choice))
+    config = Config.of(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], mask_kind=mask_kind, **(TILES[dims] | choice))
     if config.modified or config.dropout:
         config = config.but(**_instead(config, dims, few))
     else:
-        larger = [fields for least, fields in LONG.get((dims, sees), ()) if (1 if few else seqlen_q) >= least]
-        fields = [fields for fields in larger if not (fields.get("step") and _spills_if_lean(dtype, sees, few))]
+        larger = [fields for least, fields in LONG.get((dims, mask_kind), ()) if (1 if few else seqlen_q) >= least]
+        fields = [fields for fields in larger if not (fields.get("step") and _spills_if_lean(dtype, mask_kind, few))]
         fields = [fields for fields in fields if not (fields.get("dq_transposed") and head_dim < dims[0])]
-        if config.by_keys and sees in PERSISTENT and (sees != "causal" or seqlen_q <= PERSISTENT_UP_TO):
+        if config.by_keys and mask_kind in PERSISTENT and (mask_kind != "causal" or seqlen_q <= PERSISTENT_UP_TO):
             config = config.but(persistent=True)
         config = config.but(**(fields[-1] if fields else {}) | choice)
     if few and isinstance(config.split, ByKeys):
@@ -464,15 +464,15 @@ def _of_one_block(config: Config) -> Config:
     """These spill unless dS is rounded by twos, dP's registers start as -delta, or the producer has more registers."""
     plain_softcap = config.head_dim == 128 and config.softcap and not (config.natural or config.dropout)
     tight = {"delta_in": True, "roomy": True} if plain_softcap else {}
-    if config.head_dim == 64 and config.sees == "runs" and not (config.modified or config.dropout):
+    if config.head_dim == 64 and config.mask_kind == "tiles" and not (config.modified or config.dropout):
         tight = {"delta_in": True}
     rounding = {} if config.lean else {"pairwise": True}
-    return config.but(dq="written", persistent=config.persistent, shares=config.sees == "all", **rounding, **tight)
+    return config.but(dq="written", persistent=config.persistent, shares=config.mask_kind == "full", **rounding, **tight)
 
 
-def _spills_if_lean(dtype: torch.dtype, sees: str, few: bool) -> bool:
+def _spills_if_lean(dtype: torch.dtype, mask_kind: str, few: bool) -> bool:
     """8 to 32 bytes, or may."""
-    return sees != "all" if few else dtype == torch.float16 and sees in ("interval", "rows")
+    return mask_kind != "full" if few else dtype == torch.float16 and mask_kind in ("band", "varlen")
 
 
 def lengths() -> list[int]:
@@ -484,14 +484,14 @@ def _instead(config: Config, dims: tuple[int, int], few: bool) -> dict:
     """Where tables and changed scores come together, dQ takes fewer registers as a sum; but the keys of one block leave nothing to sum up."""
     most = config.natural and (config.softcap or (config.bias is not None and config.diagonal))
     if config.dropout:
-        how = "both" if config.modified or config.sees == "runs" else "dropout"
+        how = "both" if config.modified or config.mask_kind == "tiles" else "dropout"
     else:
         how = "both" if most else "natural" if config.natural else "softcap"
     fields = CHANGED[how].get(dims, {})
-    if config.sees in ("rows", "runs") and not few:
+    if config.mask_kind in ("varlen", "tiles") and not few:
         fields = fields | CHANGED_WITH_DQ[how].get(dims, {}) | (CHANGED_WITH_DQ["dropout"].get(dims, {}) if config.dropout else {})
         if fields.get("split") or not config.by_keys:
             fields["dq"] = "direct"
     if config.dropout and config.by_keys and not fields.get("split"):
-        fields = fields | dict(pairwise=True, planes_apart=config.sees == "runs")  # else 96 columns spill
+        fields = fields | dict(pairwise=True, q_heads_in_turn=config.mask_kind == "tiles")  # else 96 columns spill
     return fields

@@ -1,7 +1,7 @@
 """dQ = scale * its sum, written by a warp of the main kernel while the others compute: of tiles to which all blocks of keys have added.
 
 Where a thread block takes one block of keys, it has a share of its head's tiles of queries, and its warp finishes the share of a block some numbers
-behind (`Order.behind`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
+behind (`Order.finish_lag`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
 Persistent blocks (persistent.py) divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
 
 What is not finite, and what was left, does `parts.finish`, which computes the same.
@@ -70,7 +70,7 @@ def finish_earlier(
     tensors: Tensors, finisher: Finisher, order: Order, band: Band, scale: Float32, warp_idx: Int32, config: Constexpr[Config]
 ):  # fmt: skip
     """By the last warp of the producer's warpgroup: what is complete of the share of an earlier block."""
-    number, done = arch.block_idx()[0] - order.behind, Int32(0)
+    number, done = arch.block_idx()[0] - order.finish_lag, Int32(0)
     if warp_idx == WARPS - 1 and number >= 0:
         arch.griddepcontrol_wait()
         first, last, _ = share_of(number, tensors, order, config)
@@ -126,21 +126,21 @@ def tile_numbered(number: Int32, tensors: Tensors, order: Order, config: Constex
     """
     (batch, heads, m_blocks, _), heads_k = tensors.turns.shape, heads_of(tensors.Q, tensors.K, config)
     group, first_head, width, ascending = heads // heads_k, Int32(0), Int32(1), Boolean(False)
-    if const_expr(config.sees in ("interval", "rows")):
+    if const_expr(config.mask_kind in ("band", "varlen")):
         tiles = order.ascending * m_blocks * group
-        width, ascending = order.abreast, number < tiles
+        width, ascending = order.heads_per_step, number < tiles
         if not ascending:
-            number, first_head, width = number - tiles, order.ascending, order.together
+            number, first_head, width = number - tiles, order.ascending, order.heads_interleaved
     tiles = width * m_blocks * group
     first_head += number // tiles * width
     side_by_side = min(width, heads_k * batch - first_head) * group
     m_block, member = number % tiles // side_by_side, number % tiles % side_by_side
-    if const_expr(config.sees == "rows"):  # noqa: SIM102
+    if const_expr(config.mask_kind == "varlen"):  # noqa: SIM102
         if ascending:
             m_block = m_blocks - 1 - m_block
     head = first_head + member // group
     batch, head = head // heads_k, head % heads_k
-    if const_expr(config.heads_apart):  # numbered as in order.block_of
+    if const_expr(config.block_per_q_head):  # numbered as in order.block_of
         return Tile(batch, head % tensors.K.shape[2] * (heads // tensors.K.shape[2]) + head // tensors.K.shape[2], m_block)
     return Tile(batch, head * group + member % group, m_block)
 
@@ -163,10 +163,10 @@ def share_before(n: Int32, m_blocks: Int32, n_blocks: Int32) -> Int32:
 @cute.jit
 def tile_of(i: Int32, tensors: Tensors, order: Order, config: Constexpr[Config]) -> Tile:
     """Tile i of what this block finishes. Found anew from the block's number, which the compiler cannot know to be the same: registers are few."""
-    number = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.block_idx()[0] - order.behind])
+    number = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.block_idx()[0] - order.finish_lag])
     first, _, block = share_of(number, tensors, order, config)
     group = tensors.Q.shape[2] // tensors.K.shape[2]
-    if const_expr(config.heads_apart):
+    if const_expr(config.block_per_q_head):
         return Tile(block.batch, block.head_k * group + block.member, first + i)
     return Tile(block.batch, block.head_k * group + i % group, first + i // group)
 

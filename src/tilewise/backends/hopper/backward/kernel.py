@@ -44,7 +44,7 @@ from tilewise.backends.hopper.backward.tiles import (
     swizzled,
 )
 from tilewise.backends.hopper.operands import Band, Changes, Given, Gradients, Scalars, Scratch, Turns
-from tilewise.backends.hopper.visible.queries import FIELDS, Walk, abreast, next_in, tile_at, walk_of_head, walks_of
+from tilewise.backends.hopper.visible.queries import FIELDS, Walk, heads_per_step, next_in, tile_at, walk_of_head, walks_of
 from tilewise.sm90 import tma
 from tilewise.sm90.dsl import (
     Boolean,
@@ -132,7 +132,7 @@ def launch(
         use_pdl=True,
     )
     tiles = queries[0] * queries[1] * queries[2]
-    if const_expr(config.dq_apart):
+    if const_expr(config.separate_dq_kernel):
         launch_dQ(tensors, mdQ, rows, band, turns.queries_together, scale, scale_log2, config, stream)
     elif const_expr(not config.one_block or config.repairs):  # otherwise all tiles are written
         parts.finish(tensors, mdQ, band, scale, mma.dq, config).launch(
@@ -152,7 +152,7 @@ def up_to(mX: cute.Tensor, last: Int32) -> cute.Tensor:
 
 @cute.jit
 def launch_dQ(
-    tensors: Tensors, mdQ: cute.Tensor, rows: list, band: Band, together: Int32, scale: Float32, scale_log2: Float32,
+    tensors: Tensors, mdQ: cute.Tensor, rows: list, band: Band, heads_interleaved: Int32, scale: Float32, scale_log2: Float32,
     config: Constexpr[Config], stream: CUstream,
 ):  # fmt: skip
     """rows: K, V, Q and dO as (seqlen, dim, heads, batch)."""
@@ -162,7 +162,9 @@ def launch_dQ(
     loads = by_queries.Loads(*(tma.describe(*each) for each in zip((Q, dO, K, V), layouts, shapes, strict=True)))
     blocks = cute.ceil_div(tensors.Q.shape[1], by_queries.ROWS) * tensors.Q.shape[2] * tensors.Q.shape[0]
     mma = by_queries.products(config, dtype)
-    by_queries.kernel(tensors, mdQ, loads, band, together, Scales(scale, scale_log2), mma, by_queries.Layouts(*layouts), config).launch(
+    by_queries.kernel(
+        tensors, mdQ, loads, band, heads_interleaved, Scales(scale, scale_log2), mma, by_queries.Layouts(*layouts), config
+    ).launch(
         grid=(blocks, 1, 1),
         block=((1 + by_queries.CONSUMERS) * THREADS, 1, 1),
         min_blocks_per_mp=1,
@@ -188,7 +190,7 @@ def kernel(
         sdQ = storage.allocate_tensor(Float32, cute.make_layout((4, THREADS, config.dq_elements // 4, config.dq_consumers)), 1024)
     first = storage.allocate_tensor(Int32, cute.make_layout(config.dq_consumers), 16)
     visits = None
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         visits = storage.allocate_tensor(Int32, cute.make_layout((FIELDS, config.stages)), 16)
     statistics = cute.make_layout((config.tile_m, config.stages))
     sm = Smem(
@@ -226,7 +228,7 @@ def kernel(
             if const_expr(config.staged):
                 begin_adding(warp_idx, config)
                 add_up_dQ(tensors, sm, block, band, walk, Int32(0), warp_idx - 1, config)
-            elif const_expr(config.direct and config.ordered and not config.dq_apart):
+            elif const_expr(config.direct and config.ordered and not config.separate_dq_kernel):
                 arch.griddepcontrol_wait()
                 take_turns(tensors, sm, block, band, walk, warp_idx - 1, config)
         elif const_expr(config.finishes):
@@ -239,7 +241,7 @@ def kernel(
             partials = None
             if const_expr(config.shares):
                 partials = partials_of(partial, counter, arch.block_idx()[0], order, n_blocks * heads)
-            if const_expr(config.heads_apart):
+            if const_expr(config.block_per_q_head):
                 partials = partials_of_group(partial, counter, block, tensors, config)
             given = (*given, partials)
         if const_expr(not config.by_keys):
@@ -286,7 +288,7 @@ def stay(
 def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
     warps = config.consumers * THREADS // WARP
     statistics = 4 * config.tile_m
-    visit = 4 * FIELDS if config.sees == "runs" else 0
+    visit = 4 * FIELDS if config.mask_kind == "tiles" else 0
     pipes = Pipes(
         tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim, warps),
         tma.make_pipe(storage, 1, config.dtype.itemsize * config.tile_n * config.head_dim_v, warps),
@@ -302,7 +304,7 @@ def produce(tensors: Tensors, loads: Loads, sm: Smem, pipes: Pipes, block: Block
     """The producer: one warp loads K and V, then Q and dO of every tile, with the statistics of their rows."""
     load_keys(tensors, loads, sm, pipes, tma.at_first_empty(1), block, config)
     arch.griddepcontrol_wait()  # what `prepare` writes is there
-    if const_expr(config.dq_apart or config.only_looks):
+    if const_expr(config.separate_dq_kernel or config.only_looks):
         arch.griddepcontrol_launch_dependents()  # which need that too, and nothing of this kernel
     load_queries(tensors, loads, sm, pipes, tma.at_first_empty(config.stages), None, block, band, walk, config)
 
@@ -348,7 +350,7 @@ def load_keys(
 ):  # fmt: skip
     """K and V of a block of keys. Where dQ is summed up, no other block reads them, but those of a group's other heads."""
     n_block, policy = block.n0 // config.tile_n, None
-    if const_expr(config.sums and not config.heads_apart):
+    if const_expr(config.sums and not config.block_per_q_head):
         policy = Int64(tma.FIRST)
     pipes.k.producer_acquire(state)
     tma.load(loads.K, sm.K, pipes.k, state, (config.tile_n, config.head_dim), (n_block, 0, block.head_k, block.batch), policy)
@@ -374,14 +376,14 @@ def load_queries(
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
-            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
+            for g in cutlass.range(first, first + heads_per_step(group, config), unroll=1):
                 head = block.head_k * group + g
                 lse, minus_delta = (x[block.batch, head, None] for x in (tensors.lse, tensors.minus_delta))
                 policy = policy_at(place, last)
                 pipes.q.producer_acquire(state)
                 tma.load(loads.Q, sm.Q, pipes.q, state, (config.tile_m, config.head_dim), (m_block, 0, head, block.batch), policy)
                 load_rows(lse, sm.lse, pipes.q, state, m_block, config)
-                if const_expr(config.sees == "runs"):
+                if const_expr(config.mask_kind == "tiles"):
                     load_row(band.tables.visits[place, None], sm.visits, pipes.q, state, FIELDS)
                 pipes.do.producer_acquire(state)
                 tma.load(loads.dO, sm.dO, pipes.do, state, (config.tile_m, config.head_dim_v), (m_block, 0, head, block.batch), policy)
@@ -434,7 +436,7 @@ def add_up_dQ(
         own = walk_of_head(walk, block, block.head_k * group + first, band, config)
         place = own.start
         for _i in cutlass.range(own.last - own.first, unroll=1):
-            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
+            for g in cutlass.range(first, first + heads_per_step(group, config), unroll=1):
                 if count % ADDERS == adder:
                     add_tile(tensors, sm, block, band, place, block.head_k * group + g, adder, config)
                 count += 1
@@ -518,7 +520,7 @@ def take_turns(tensors: Tensors, sm: Smem, block: Block, band: Band, walk: Walk,
         for _i in cutlass.range(own.last - own.first, unroll=1):
             m_block = tile_at(place, band, config)
             turn = turn_of(place, block, band, tensors.K.shape[1], config)
-            for g in cutlass.range(first, first + abreast(group, config), unroll=1):
+            for g in cutlass.range(first, first + heads_per_step(group, config), unroll=1):
                 counter = parts.counter_of(tensors, block.batch, block.head_k * group + g, m_block, consumer)
                 now = Int32(0)
                 if arch.lane_idx() == 0:

@@ -24,15 +24,15 @@ class Order(NamedTuple):
 
     num_sms: Int32  # thread blocks that run at a time
     ascending: Int32  # number of ascending heads, which come first; band masks only
-    abreast: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents the number of heads
-    together: Int32  # descending heads that take turns
-    behind: Int32  # a block finishes the dQ of the block this many numbers before it (finish.py)
+    heads_per_step: Int32  # ascending heads that take turns; divides `ascending`, and with packed documents the number of heads
+    heads_interleaved: Int32  # descending heads that take turns
+    finish_lag: Int32  # a block finishes the dQ of the block this many numbers before it (finish.py)
     shared_from: Int32  # blocks of keys from this number on, those of the last wave, are shared (shares.py); where all keys are seen
     shares: Int32  # thread blocks that share one of them
-    per_ascending: object  # divisor: blocks of `abreast` heads
-    ascending_width: object  # divisor: `abreast`
-    per_section: object  # divisor: blocks of `together` heads
-    width: object  # divisor: `together`
+    per_ascending: object  # divisor: blocks of `heads_per_step` heads
+    ascending_width: object  # divisor: `heads_per_step`
+    per_section: object  # divisor: blocks of `heads_interleaved` heads
+    width: object  # divisor: `heads_interleaved`
     last_width: object  # divisor: heads of the last section, where it has fewer
     heads: object  # divisor: heads of a sequence that have blocks of their own: key heads, or query heads where these are apart
     per_share: object  # divisor: `shares`
@@ -43,11 +43,13 @@ class Order(NamedTuple):
 def order_of(turns: Turns, n_blocks: Int32, Q: cute.Tensor, K: cute.Tensor, config: Constexpr[Config]) -> Order:
     """On the host."""
     heads, batch = heads_of(Q, K, config), K.shape[0]
-    num_sms, ascending, abreast, together, _, behind, shared_from, shares = turns
-    last = (heads * batch - ascending) % together
-    divisors = abreast * n_blocks, abreast, together * n_blocks, together, max(last, 1), heads
-    made = [cute.fast_divmod_create_divisor_v2(x) for x in (*divisors, shares, *([K.shape[2]] if const_expr(config.heads_apart) else []))]
-    return Order(num_sms, ascending, abreast, together, behind, shared_from, shares, *made)
+    num_sms, ascending, heads_per_step, heads_interleaved, _, finish_lag, shared_from, shares = turns
+    last = (heads * batch - ascending) % heads_interleaved
+    divisors = heads_per_step * n_blocks, heads_per_step, heads_interleaved * n_blocks, heads_interleaved, max(last, 1), heads
+    made = [
+        cute.fast_divmod_create_divisor_v2(x) for x in (*divisors, shares, *([K.shape[2]] if const_expr(config.block_per_q_head) else []))
+    ]
+    return Order(num_sms, ascending, heads_per_step, heads_interleaved, finish_lag, shared_from, shares, *made)
 
 
 @cute.jit
@@ -57,7 +59,7 @@ def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Conf
 
     The blocks of a descending document begin side by side at its end and wait for each other in a chain, one document after another.
     """
-    if const_expr(config.sees != "rows"):
+    if const_expr(config.mask_kind != "varlen"):
         return order
     last = band.tables.walks.shape[0] - 1
     longest, total = band.tables.walks[last, 0], band.tables.walks[last, 1]
@@ -95,9 +97,9 @@ class Visitors(NamedTuple):
 @cute.jit
 def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Visitors:
     """The exact inverse of `order.walk_of`: a block that waits for a visitor that does not exist never ends."""
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         return Visitors(Int32(0), cute.ceil_div(seqlen_k, config.tile_n))
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         return Visitors(band.tables.visitors[m_block, 0], band.tables.visitors[m_block, 1])
     top, bottom = m_block * config.tile_m, (m_block + 1) * config.tile_m - 1
     begin, end = max(band.k0, top + band.lo), min(band.k1, bottom + band.hi + 1)
@@ -110,7 +112,7 @@ def visitors_of(m_block: Int32, band: Band, seqlen_k: Int32, config: Constexpr[C
 @cute.jit
 def is_visited(m_block: Int32, head: Int32, batch: Int32, band: Band, seqlen_k: Int32, config: Constexpr[Config]) -> Boolean:
     """Whether any block of keys adds to a tile of dQ."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return band.tables.visited[band.tables.planes[batch, head], m_block] > 0
     visitors = visitors_of(m_block, band, seqlen_k, config)
     return visitors.first < visitors.last
@@ -127,29 +129,29 @@ def block_of(number: Int32, n_blocks: Int32, heads: Int32, order: Order, config:
     if const_expr(config.by_keys):
         section, within = divmod(number, order.per_ascending)
         turn, member = divmod(within, order.ascending_width)
-        n_block, head = n_blocks - 1 - turn, section * order.abreast + member
+        n_block, head = n_blocks - 1 - turn, section * order.heads_per_step + member
         ascending = head < order.ascending
-    else:  # `abreast` is 1, and registers are few
+    else:  # `heads_per_step` is 1, and registers are few
         head, turn = divmod(number, order.per_ascending)
         ascending, n_block = head < order.ascending, n_blocks - 1 - turn
     section, within = divmod(max(number - order.ascending * n_blocks, 0), order.per_section)
     turn, member = divmod(within, order.width)
     last_turn, last_member = divmod(within, order.last_width)
-    first_head = order.ascending + section * order.together
-    if first_head + order.together > heads:
+    first_head = order.ascending + section * order.heads_interleaved
+    if first_head + order.heads_interleaved > heads:
         turn, member = last_turn, last_member
     if not ascending:
         n_block, head = turn, first_head + member
     batch, head = divmod(head, order.heads)
     member, head_k = Int32(0), head
-    if const_expr(config.heads_apart):  # those that run at a time are of different groups, as far as there are groups
+    if const_expr(config.block_per_q_head):  # those that run at a time are of different groups, as far as there are groups
         member, head_k = divmod(head, order.heads_k)
     return Block(n_block * config.tile_n, head_k, member, batch, ascending, share, shares)
 
 
 def heads_of(Q: cute.Tensor, K: cute.Tensor, config: Config) -> Int32:
     """Heads of a sequence that have blocks of their own."""
-    return Q.shape[2] if config.heads_apart else K.shape[2]
+    return Q.shape[2] if config.block_per_q_head else K.shape[2]
 
 
 @cute.jit
@@ -160,15 +162,15 @@ def walk_of(block: Block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: 
     """
     tile_m, tile_n, n0 = config.tile_m, config.tile_n, block.n0
     m_blocks = cute.ceil_div(seqlen_q, tile_m)
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         free = m_blocks if n0 + tile_n <= seqlen_k else Int32(0)
         first, last = Int32(0), m_blocks
         if const_expr(config.shares):
             first, last = block.share * m_blocks // block.shares, (block.share + 1) * m_blocks // block.shares
         return Walk(first, Int32(1), first, last, Int32(0), free)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return Walk(Int32(0), Int32(1), Int32(0), Int32(0), Int32(0), Int32(0))
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         first, last, free_first, free_last = (band.tables.walks[n0 // tile_n, i] for i in range(4))
         return begun(block, first, last, free_first, free_last)
     left, right, begin, end = some_of(n0, tile_n, transposed(band))
@@ -219,7 +221,7 @@ def turn_of(place: Int32, block: Block, band: Band, seqlen_k: Int32, config: Con
     A block waits only for blocks that started earlier. A descending block that starts when others end finds its first tile free; of descending
     blocks that start together, each follows a tile behind the one before it. Blocks of other heads start in between (`block_of`).
     """
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return band.tables.visits[place, 2]
     n_block = block.n0 // config.tile_n
     visitors = visitors_of(place, band, seqlen_k, config)

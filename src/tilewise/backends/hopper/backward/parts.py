@@ -112,7 +112,7 @@ def finish_tile(
         acc.fill(Float32(0.0) if finite else Float32.nan)  # which is repaired
     else:
         read_sum(gSum, acc, thread, config)
-        if const_expr(config.ordered and config.sees != "all"):
+        if const_expr(config.ordered and config.mask_kind != "full"):
             written = is_visited(m_block, head, batch, band, tensors.K.shape[1], config)
             for i in range_constexpr(cute.size(acc)):
                 acc[i] = acc[i] if written else Float32(0.0)

@@ -35,7 +35,7 @@ AT_HAND = 16 << 20  # bytes that heads which take turns may read in all, where t
 AGAIN = (0, 2 << 20), (60 << 20, 24 << 20)
 
 
-class Board(NamedTuple):
+class Gpu(NamedTuple):
     """A GPU."""
 
     num_sms: int  # multiprocessors
@@ -43,9 +43,9 @@ class Board(NamedTuple):
 
 
 @cache
-def board_of(device: torch.device) -> Board:
+def gpu_of(device: torch.device) -> Gpu:
     found = torch.cuda.get_device_properties(device)
-    return Board(found.multi_processor_count, next(most for least, most in reversed(AGAIN) if found.L2_cache_size >= least))
+    return Gpu(found.multi_processor_count, next(most for least, most in reversed(AGAIN) if found.L2_cache_size >= least))
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Plan:
     scratch: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]  # shapes and dtypes of operands.Scratch
 
     @classmethod
-    def of(cls, call: Call, board: Board) -> "Plan":
+    def of(cls, call: Call, gpu: Gpu) -> "Plan":
         config = config_of(call)
-        band = band_of(Full() if config.sees in ("rows", "runs") else call.mask, call.seqlen_q, call.seqlen_k)
-        narrow = config.sees == "interval" and 2 * (band[5] - band[4]) < call.seqlen_q
-        shared_from, shares, parts = shared(config, call, board.num_sms)
+        band = band_of(Full() if config.mask_kind in ("varlen", "tiles") else call.mask, call.seqlen_q, call.seqlen_k)
+        narrow = config.mask_kind == "band" and 2 * (band[5] - band[4]) < call.seqlen_q
+        shared_from, shares, parts = shared(config, call, gpu.num_sms)
         heads_q, heads_k = call.q.shape[2], call.k.shape[2]
         turns = []
         for first in range(0, call.batch, MOST):
             batch = min(call.batch - first, MOST)
-            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, board, narrow)
+            order = _order(config, batch, call.seqlen_q, heads_q, call.seqlen_k, heads_k, gpu, narrow)
             turns.append((slice(first, first + batch), Turns(*order, shared_from, shares)))
         m_blocks = -(-call.seqlen_q // config.tile_m)
         return cls(config, m_blocks, band, *last_seen(call, band), tuple(turns), parts, _scratch(config, call, m_blocks, parts))
@@ -83,18 +83,18 @@ class Plan:
 
 
 def config_of(call: Call) -> Config:
-    few, sees = call.seqlen_k <= ONE_BLOCK, visibility.sees(call.mask)
-    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, sees, call.seqlen_q, few, **changes.fields(call))
+    few, mask_kind = call.seqlen_k <= ONE_BLOCK, visibility.mask_kind(call.mask)
+    config = configure(call.q.dtype, call.head_dim, call.head_dim_v, mask_kind, call.seqlen_q, few, **changes.fields(call))
     if call.wide_keys and not jit.why_no_compiler():  # prebuilt kernels round
         config = wide_keys(config)
-    if _planes_apart(config, call):
-        return config.but(planes_apart=True)
-    return heads_apart(config) if _apart(config, call) else config
+    if _q_heads_in_turn(config, call):
+        return config.but(q_heads_in_turn=True)
+    return block_per_q_head(config) if _apart(config, call) else config
 
 
-def _planes_apart(config: Config, call: Call) -> bool:
+def _q_heads_in_turn(config: Config, call: Call) -> bool:
     """Whether a mask has tables, and query heads of one group see different keys. Of a part's heads as of all: dK and dV have the same bits."""
-    if config.sees != "runs" or not config.by_keys or call.group == 1 or call.mask.extent[1] == 1:
+    if config.mask_kind != "tiles" or not config.by_keys or call.group == 1 or call.mask.extent[1] == 1:
         return False
     if isinstance(call.mask, Part):
         return True
@@ -108,24 +108,24 @@ def wide_keys(config: Config) -> Config:
     of one block of keys at 128 without a mask, whose consumers need the registers that ROOMY gives to others. dQ has the same bits.
     """
     config = replace(config, wide_keys=True)
-    if config.sees == "runs" and config.tile_m == 128 and not config.one_block:
+    if config.mask_kind == "tiles" and config.tile_m == 128 and not config.one_block:
         return config.but(tile_m=64)
-    if config.one_block and config.sees == "all" and not (config.modified or config.dropout):
+    if config.one_block and config.mask_kind == "full" and not (config.modified or config.dropout):
         return config.but(roomy=False)
     return config
 
 
 @lru_cache(1024)
-def heads_apart(config: Config) -> Config:
+def block_per_q_head(config: Config) -> Config:
     """With thread blocks for each query head of a group. They are persistent, as ptxas spills where the end of a block has a branch otherwise."""
-    return config.but(heads_apart=True, persistent=True)
+    return config.but(block_per_q_head=True, persistent=True)
 
 
 def _apart(config: Config, call: Call) -> bool:
     """Whether query heads of a group have thread blocks of their own: where all that the walks of a key head's blocks read at a time is much."""
     if (
         call.group == 1
-        or config.sees not in ("causal", "interval")
+        or config.mask_kind not in ("causal", "band")
         or config.modified
         or config.dropout
         or config.lean
@@ -133,7 +133,7 @@ def _apart(config: Config, call: Call) -> bool:
         or call.batch > MOST
     ):
         return False
-    if config.sees == "causal":
+    if config.mask_kind == "causal":
         return _read(config, call.group, call.seqlen_q) >= CACHE
     *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
     return _read(config, call.group, min(call.seqlen_q, hi - lo + config.tile_n)) >= WINDOW_CACHE
@@ -166,41 +166,50 @@ def _entries(config: Config, call: Call) -> int:
     return 1 + call.batch * (of_keys + call.heads_q * -(-call.seqlen_q // 16) * config.repaired_parts[0] + pieces)
 
 
-def _order(
-    config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, board: Board, narrow: bool
-) -> tuple[int, ...]:
+def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: int, heads_k: int, gpu: Gpu, narrow: bool) -> tuple[int, ...]:
     """The first fields of operands.Turns. narrow: a window, much shorter than the queries."""
-    num_sms = board.num_sms
-    if config.heads_apart:  # the order of heads without groups
+    num_sms = gpu.num_sms
+    if config.block_per_q_head:  # the order of heads without groups
         heads_k = heads_q
     heads, group, n_blocks, m_blocks = batch * heads_k, heads_q // heads_k, -(-seqlen_k // config.tile_n), -(-seqlen_q // 128)
-    behind = 3 * num_sms // 2 + n_blocks
-    if config.sees == "all":
-        return num_sms, 0, 1, 1 if config.dq_apart else _side_by_side(config, heads, group, seqlen_q, board), 1, behind
+    finish_lag = 3 * num_sms // 2 + n_blocks
+    if config.mask_kind == "full":
+        return num_sms, 0, 1, 1 if config.separate_dq_kernel else _side_by_side(config, heads, group, seqlen_q, gpu), 1, finish_lag
     longest = _as_much_as_the_longest(n_blocks, num_sms)
-    ascending, together = 0, _evenly(heads, longest)
-    if config.sees == "causal" and not config.dq_apart:
-        ascending, together = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
-    elif config.sees == "runs" and not config.dq_apart:  # whatever rows and heads a part has: dQ is added up in the order of the whole call
-        together = _evenly(heads, num_sms // OF_A_HEAD)
-    elif config.sees == "rows" and not config.dq_apart:  # likely to be like causal ones, and shorter than all of them together
-        together = min(heads, _descending(config, n_blocks, num_sms))
-        ascending = heads - together
-    if narrow and group == 1 and not config.dq_apart:  # walks of equal length: few heads descend
-        together = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
-        ascending = heads - together
+    ascending, heads_interleaved = 0, _evenly(heads, longest)
+    if config.mask_kind == "causal" and not config.separate_dq_kernel:
+        ascending, heads_interleaved = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
+    elif (
+        config.mask_kind == "tiles" and not config.separate_dq_kernel
+    ):  # whatever rows and heads a part has: dQ is added up in the order of the whole call
+        heads_interleaved = _evenly(heads, num_sms // OF_A_HEAD)
+    elif (
+        config.mask_kind == "varlen" and not config.separate_dq_kernel
+    ):  # likely to be like causal ones, and shorter than all of them together
+        heads_interleaved = min(heads, _descending(config, n_blocks, num_sms))
+        ascending = heads - heads_interleaved
+    if narrow and group == 1 and not config.separate_dq_kernel:  # walks of equal length: few heads descend
+        heads_interleaved = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
+        ascending = heads - heads_interleaved
     chains = group * -(-seqlen_q // config.tile_m)  # of additions to dQ, one a tile, for the blocks of a key head
     crowd = 1
-    if config.by_keys and config.sees in ("causal", "interval") and n_blocks > chains:
+    if config.by_keys and config.mask_kind in ("causal", "band") and n_blocks > chains:
         crowd = min(heads, -(-CHAINS * num_sms // chains))
-        together = max(together, crowd)
-        ascending = min(ascending, heads - together)
-    abreast = max(_abreast(config, heads, group, seqlen_q), crowd)
-    behind, left = behind + (abreast - 1) * n_blocks, ascending % abreast
-    return num_sms, ascending - left, abreast, together + left, _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, num_sms)), behind
+        heads_interleaved = max(heads_interleaved, crowd)
+        ascending = min(ascending, heads - heads_interleaved)
+    heads_per_step = max(_heads_per_step(config, heads, group, seqlen_q), crowd)
+    finish_lag, left = finish_lag + (heads_per_step - 1) * n_blocks, ascending % heads_per_step
+    return (
+        num_sms,
+        ascending - left,
+        heads_per_step,
+        heads_interleaved + left,
+        _evenly(batch * heads_q, _as_much_as_the_longest(m_blocks, num_sms)),
+        finish_lag,
+    )
 
 
-def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
+def _heads_per_step(config: Config, heads: int, group: int, seqlen_q: int) -> int:
     """The number of ascending heads that take turns. A block's neighbours are then some tiles ahead when it begins, and it seldom waits at dQ. The
     heads of a group give such a lead by themselves. H200, 2026-11-22: lab/rows/backward-units-h200.jsonl, run 3, backward-edges-h200.jsonl, run 6.
     """
@@ -208,18 +217,16 @@ def _abreast(config: Config, heads: int, group: int, seqlen_q: int) -> int:
         return 1
     fit = ASCENDING // _read(config, group, seqlen_q)
     most = min(ABREAST, max(1, fit, min(FEW, 2 * fit) if config.head_dim > 64 else 1))
-    return next(n for n in range(most, 0, -1) if config.sees != "rows" or heads % n == 0)
+    return next(n for n in range(most, 0, -1) if config.mask_kind != "varlen" or heads % n == 0)
 
 
-def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, board: Board) -> int:
+def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, gpu: Gpu) -> int:
     """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
     2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
-    apart = math.isqrt(
-        board.again * board.num_sms // read
-    )  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
-    most = max(1, min(board.num_sms // NEIGHBOURS, apart), AT_HAND // read)
+    apart = math.isqrt(gpu.again * gpu.num_sms // read)  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
+    most = max(1, min(gpu.num_sms // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
 
 
@@ -234,8 +241,8 @@ def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int
     """
     if group > 1 and _read(config, group, seqlen_q) >= CACHE:
         return 0, _evenly(heads, SHARING)
-    together = min(heads, _descending(config, n_blocks, num_sms))
-    return heads - together, together
+    heads_interleaved = min(heads, _descending(config, n_blocks, num_sms))
+    return heads - heads_interleaved, heads_interleaved
 
 
 def _descending(config: Config, n_blocks: int, num_sms: int) -> int:
@@ -250,7 +257,7 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
     wave are shared by as many as make the end the earliest, if their parts find room.
     """
     blocks, m_blocks = -(-call.seqlen_k // config.tile_n) * call.heads_k * call.batch, -(-call.seqlen_q // config.tile_m)
-    if config.heads_apart:
+    if config.block_per_q_head:
         return blocks * call.group, 1, blocks
     last = blocks % num_sms
     if not config.shares or last == 0 or call.batch > MOST:
@@ -267,7 +274,7 @@ def shared(config: Config, call: Call, num_sms: int) -> tuple[int, int, int]:
 
 def lends(config: Config, parts: int) -> bool:
     """As `Plan.lends`: where no thread block has written dQ by then, nor is it a group's dK and dV that is summed up."""
-    return parts > 0 and not (config.one_block or config.heads_apart)
+    return parts > 0 and not (config.one_block or config.block_per_q_head)
 
 
 def elements_of_part(config: Config) -> int:

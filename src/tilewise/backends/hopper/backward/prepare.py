@@ -63,7 +63,7 @@ def prepare(read: Read, band: Band, written: Written, known: Int32, config: Cons
             block = (batch * heads + head) * m_blocks + m_block
             for i in cutlass.range(block * THREADS + thread, known, batches * heads * m_blocks * THREADS, unroll=1):
                 spoiled[spoiled.shape[0] - 1 - i] = Int32(0)
-    if const_expr(config.dq_apart):
+    if const_expr(config.separate_dq_kernel):
         pass
     elif const_expr(config.ordered):
         if thread < config.counters:
@@ -90,7 +90,7 @@ def prepare_rows(
         base, total = Float32.inf, arch.warp_reduction_sum(totals[i], threads_in_group=lanes)
         if row < gO.shape[0]:
             natural = naturals[i]
-            if const_expr(config.sees != "all"):
+            if const_expr(config.mask_kind != "full"):
                 total = total if sees_any(row, head, batch, band, config) else Float32(0.0)  # with a sink its log-sum-exp is finite
             if has_dL != 0:
                 total -= mdL[batch, head, row]

@@ -22,7 +22,7 @@ from tilewise.backends.hopper.stand_ins import Ints, StandIns
 from tilewise.backends.tables.documents import Offsets, found
 from tilewise.backends.tables.keeping import kept
 from tilewise.backends.tables.runs import EVERYTHING, FAR, lowered
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.masks.band_tables import expand
 from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.mask import Plane
@@ -81,14 +81,14 @@ OF_QUERIES = tuple(name for name in QueryVisits.__dataclass_fields__ if name != 
 
 def of_call(call: Call, config) -> KeyTables:
     """For a call of a kernel of `config`; what is for by_queries.py only where it runs."""
-    if config.sees == "rows":
+    if config.mask_kind == "varlen":
         return of_documents(columns_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device), config)
-    if config.sees != "runs":
+    if config.mask_kind != "tiles":
         return KeyTables()
     planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
     visits = visits_of(planes, call.batch, call.heads_q, config, call.q.device)
     made = {name: getattr(visits, name) for name in OF_KEYS}
-    if config.dq_apart:
+    if config.separate_dq_kernel:
         queries = query_visits_of(planes, call.q.device)
         made |= {f"query_{name}": getattr(queries, name) for name in OF_QUERIES}
     return KeyTables(**made)
@@ -97,7 +97,7 @@ def of_call(call: Call, config) -> KeyTables:
 def of_documents(columns: Columns, config) -> KeyTables:
     """For packed documents."""
     keys, queries, walks, visitors, query_walks = columns
-    return KeyTables(keys, queries, walks, visitors, query_walks=query_walks if config.dq_apart else None)
+    return KeyTables(keys, queries, walks, visitors, query_walks=query_walks if config.separate_dq_kernel else None)
 
 
 def of_batch(tables: KeyTables, part: slice) -> KeyTables:
@@ -125,7 +125,7 @@ def columns_arguments(config: ColumnsConfig) -> list:
     return [made(Packed), keys, queries, made(Ints("n_blocks 4")), *others]
 
 
-def columns_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
+def columns_of(mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, config: Config, device: torch.device) -> Columns:
     """The columns of packed documents, as `documents.found` finds them. Bad cu_seqlens that were not checked lead to nothing outside of the tensors,
     and no block waits for ever.
     """

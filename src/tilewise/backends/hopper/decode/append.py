@@ -6,7 +6,7 @@ beginning of the one behind it, which is mostly decode's.
 
 from tilewise.backends.hopper.decode import rotation
 from tilewise.backends.hopper.decode.append_call import Appending
-from tilewise.backends.hopper.decode.operands import New, Places, Turn
+from tilewise.backends.hopper.decode.operands import New, Places, RotaryTables
 from tilewise.sm90.dsl import Boolean, Constexpr, CUstream, Int32, Int64, arch, const_expr, cute, cutlass
 from tilewise.sm90.pointers import known
 
@@ -16,14 +16,14 @@ FAR = 2**31 - 1  # a length beyond is as good as this
 
 
 @cute.jit
-def launch(new: New, places: Places, turn: Turn | None, config: Constexpr[Appending], stream: CUstream):
+def launch(new: New, places: Places, turn: RotaryTables | None, config: Constexpr[Appending], stream: CUstream):
     (entries, tokens, heads, dim), dim_v = new.K.shape, new.V.shape[3]
     parts = cute.ceil_div(heads * (dim // WIDE + dim_v // WIDE), THREADS)
     kernel(new, places, turn, config).launch(grid=(entries * tokens, parts, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
 
 @cute.kernel
-def kernel(new: New, places: Places, turn: Turn | None, config: Constexpr[Appending]):
+def kernel(new: New, places: Places, turn: RotaryTables | None, config: Constexpr[Appending]):
     arch.griddepcontrol_wait()  # what kernels before this one wrote, it may read; and the caches are no longer read
     arch.griddepcontrol_launch_dependents()
     thread, (token, part, _) = arch.thread_idx()[0], arch.block_idx()

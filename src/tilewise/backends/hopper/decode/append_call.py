@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tilewise.backends.hopper import short
 from tilewise.backends.hopper.decode.bound import kept
-from tilewise.backends.hopper.decode.operands import New, Places, Turn
+from tilewise.backends.hopper.decode.operands import New, Places, RotaryTables
 from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.problem import AppendCall
 from tilewise.sm90 import jit, prebuilt
@@ -89,7 +89,7 @@ def shipped(dtype: torch.dtype) -> list[jit.Kernel]:
 def arguments(config: Appending) -> list:
     """Stand-ins for the launch's operands."""
     made = StandIns(config)
-    return [*map(made, (New, Places, Turn if config.rotary else None))]
+    return [*map(made, (New, Places, RotaryTables if config.rotary else None))]
 
 
 class Appender:
@@ -121,7 +121,7 @@ class Appender:
             if not (jit.in_place(of_k) and jit.in_place(of_v)):
                 return None  # they are written in place, so a copy will not do
             places = Places(*(x.contiguous() if isinstance(x, Tensor) else x for x in places))
-            turn = None if turn is None else Turn(*(x if x is None else x.contiguous() for x in turn))
+            turn = None if turn is None else RotaryTables(*(x if x is None else x.contiguous() for x in turn))
             self.kernel(New(*map(jit.aligned, (of_k, of_v, k, v))), places, turn)
         torch.autograd.graph.increment_version(caches)
         return places[4]

@@ -18,7 +18,7 @@ MOST = (1 << BITS) - 1  # pieces of a unit whose blocks wait
 WAITS, LEFT = 1 << BITS, 1 << 2 * BITS  # one more in the second and the third field
 
 
-class Turn(NamedTuple):
+class MergeSlice(NamedTuple):
     """Slices number first, first + step, ... of a unit's rows are this block's, and others have the rest; step 0: it has none."""
 
     first: Int32
@@ -27,8 +27,8 @@ class Turn(NamedTuple):
 
 @cute.jit
 def arrive(
-    counter: cute.Pointer, count: Int32, shared: Boolean, waits: Boolean, polls: Int32, told: cute.Tensor, config: Constexpr[Config]
-) -> Turn:
+    counter: cute.Pointer, count: Int32, shared: Boolean, waits: Boolean, polls: Int32, broadcast: cute.Tensor, config: Constexpr[Config]
+) -> MergeSlice:
     """By all that compute, when their piece of `count` is in memory; what other blocks have written there, they may read in their turn.
 
     shared: whether blocks wait for the unit; waits: whether this one does, and looks `polls` times at least. told: (2,) int32 in shared memory. One
@@ -42,13 +42,13 @@ def arrive(
         elif arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu") == count - 1:
             counter.store(Int32(0))
             step = Int32(1)
-        told[0], told[1] = first, step
+        broadcast[0], broadcast[1] = first, step
     arch.barrier(barrier_id=ARRIVED, number_of_threads=config.threads)
-    return Turn(told[0], told[1])
+    return MergeSlice(broadcast[0], broadcast[1])
 
 
 @cute.jit
-def join(counter: cute.Pointer, count: Int32, waits: Boolean, polls: Int32) -> Turn:
+def join(counter: cute.Pointer, count: Int32, waits: Boolean, polls: Int32) -> MergeSlice:
     """By one thread. The latest to come has the first slices, as it knows at once that all pieces are there."""
     mine = Int32(1 + WAITS) if waits else Int32(1)
     seen = arch.atomic_add(counter, mine, sem="acq_rel", scope="gpu") + mine
@@ -67,7 +67,7 @@ def join(counter: cute.Pointer, count: Int32, waits: Boolean, polls: Int32) -> T
             first, step = field(seen, 1) - 1 - order, there
         elif there == 0:  # or those that are there do it, and this block goes on
             step = Int32(1)
-    return Turn(first, step)
+    return MergeSlice(first, step)
 
 
 @cute.jit
@@ -82,7 +82,7 @@ def now_at(counter: cute.Pointer) -> Int32:
 
 
 @cute.jit
-def leave(counter: cute.Pointer, shared: Boolean, turn: Turn) -> Int32:
+def leave(counter: cute.Pointer, shared: Boolean, turn: MergeSlice) -> Int32:
     """Counts a block with a turn, by one thread. Returns how many were counted before; the last one's sets the second word to 0."""
     before = Int32(0)
     if shared and turn.step > 1 and arch.thread_idx()[0] == 0:
@@ -92,7 +92,7 @@ def leave(counter: cute.Pointer, shared: Boolean, turn: Turn) -> Int32:
 
 
 @cute.jit
-def clear(counter: cute.Pointer, shared: Boolean, turn: Turn, before: Int32):
+def clear(counter: cute.Pointer, shared: Boolean, turn: MergeSlice, before: Int32):
     """The first word, by the last one that `leave` has counted."""
     if shared and before == turn.step - 1 and arch.thread_idx()[0] == 0:
         counter.store(Int32(0))

@@ -26,7 +26,7 @@ from tilewise.sm90 import jit, prebuilt
 LAUNCH = "tilewise.backends.hopper.decode.kernel:launch"  # by name, so that a kernel from the cache needs no DSL
 LATENT = "tilewise.backends.hopper.decode.latent:launch"
 MOST_BYTES = 1 << 30  # of pieces, with a split
-IDLE = 20  # of so many multiprocessors one may be idle, so that the others' work is even
+MAX_IDLE_FRACTION = 1 / 20  # of the multiprocessors, so that the others' work is even
 
 
 class Cut(NamedTuple):
@@ -34,14 +34,16 @@ class Cut(NamedTuple):
 
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
     rows: int = 0  # of a unit, at most; 0: `extents.rows_of_unit`
-    numbers: int = 4096  # of O in a piece, for each of which a block has a tile more, at least: a piece takes time to be added up
-    alone: int | None = None  # in place of `Config.alone`; 0: shares are always equal
+    elements_per_extra_tile: int = (
+        4096  # of O in a piece: a block has a tile more for each so many, at least, as a piece takes time to be added up
+    )
+    solo_speedup_x4: int | None = None  # in place of `Config.solo_speedup_x4`; 0: shares are always equal
     fitted: bool = True  # equal shares end with units, where that leaves few thread blocks idle
     polls: int = 32  # of a block with nothing else to do, at least, for the other pieces of its unit: predicted to take 15 us
 
 
 USUAL = Cut()
-LATENT_TIMES = 4  # as many of a latent cache, whose tiles take twice as long, and whose pieces twice as many threads add up
+LATENT_FACTOR = 4  # as many of a latent cache, whose tiles take twice as long, and whose pieces twice as many threads add up
 
 
 def why_not(call: DecodeCall) -> list[str]:
@@ -233,13 +235,13 @@ def arguments(config: Config) -> list:
 
 def columns(units: int, blocks: int) -> int:
     """As many columns of key heads, or of tiles of rows (scheduler.py), as leave few of so many thread blocks idle."""
-    return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n * IDLE <= blocks)
+    return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n / blocks <= MAX_IDLE_FRACTION)
 
 
 def fitted(units: int, blocks: int) -> int:
     """As many of a column's thread blocks as have whole units each, or as each unit has whole ones; all, where that left more than few idle."""
     found = blocks // units * units if units <= blocks else -(-units // -(-units // blocks))
-    return found if (blocks - found) * IDLE <= blocks else blocks
+    return found if (blocks - found) / blocks <= MAX_IDLE_FRACTION else blocks
 
 
 def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
@@ -254,12 +256,14 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
     grid, of_unit = (side_by_side, blocks // side_by_side), min(cut.rows or rows_of_unit(call), config.tile_m)
     stairs, kept = stairs_of(group, config.tile_n, of_unit), min(of_unit, rows)
     if call.split is None:
-        known = not (config.latent or config.rising or (config.ragged and rows > of_unit))  # how many units a column has
+        known = not (config.latent or config.causal_tiles or (config.ragged and rows > of_unit))  # how many units a column has
         if cut.fitted and known:
             grid = side_by_side, fitted(call.seqlens.shape[0] * -(-rows // of_unit) * heads_k // side_by_side, grid[1])
-        numbers = cut.numbers * (LATENT_TIMES if config.latent else 1)
-        alone = config.alone if cut.alone is None else cut.alone
-        return Need(*grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // numbers), 0, 0, *stairs, alone, cut.polls)
+        elements = cut.elements_per_extra_tile * (LATENT_FACTOR if config.latent else 1)
+        solo_speedup_x4 = config.solo_speedup_x4 if cut.solo_speedup_x4 is None else cut.solo_speedup_x4
+        return Need(
+            *grid, 2 * blocks, 2 * blocks, kept, dim, queries, max(1, kept * dim // elements), 0, 0, *stairs, solo_speedup_x4, cut.polls
+        )
     split = -(-call.split // config.tile_n)
     most = -(-capacity_of(call) // (split * config.tile_n))
     units = call.seqlens.shape[0] * heads_k * -(-rows // of_unit)

@@ -36,7 +36,7 @@ class Rotary(NamedTuple):
     dtype: torch.dtype  # of the tables
 
 
-FEW_TOKENS = 1 << 16  # of key heads, up to which a unit has the rows of one product: more units, of which fewer read the same keys
+SMALL_CACHE_TOKENS = 1 << 16  # of key heads, up to which a unit has the rows of one product: more units, of which fewer read the same keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Config(ScoreChanges):
     consumers: int = 1  # warpgroups that multiply, with rows of their own; a latent cache has two for one tile of rows
     overlap: bool = False  # a tile's softmax under O += P V of the tile before
     q_in_smem: bool = False  # where the first product reads Q; else in registers
-    rising: bool = False  # sequences have several units a key head, and later ones may see later keys
+    causal_tiles: bool = False  # sequences have several units a key head, and later ones may see later keys
     ragged: bool = False
     entries: bool = False
     leftpad: bool = False
@@ -141,10 +141,10 @@ class Config(ScoreChanges):
     @property
     def alike(self) -> bool:
         """Whether all units of a sequence have the same tiles, so that a block may have whole ones."""
-        return not (self.rising or self.split)
+        return not (self.causal_tiles or self.split)
 
     @property
-    def alone(self) -> int:
+    def solo_speedup_x4(self) -> int:
         """Quarters: how much faster a block without others goes through tiles than memory brings them to all at once; 4 (not faster) to 8."""
         numbers = self.tile_n * (self.head_dim + self.head_dim_v)
         work = TILE_CLOCKS + KEY_CLOCKS * self.tile_n + self.consumers * numbers / NUMBERS
@@ -189,7 +189,7 @@ def latent_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 def rows_of_unit(keys: int) -> int:
     """At most; a tile may have fewer. keys: tokens of all key heads."""
-    return TILE_M if keys <= FEW_TOKENS else 2 * TILE_M
+    return TILE_M if keys <= SMALL_CACHE_TOKENS else 2 * TILE_M
 
 
 @lru_cache(maxsize=4096)
@@ -230,10 +230,10 @@ def _tile_n(dims: tuple[int, int], few: bool, fields: dict) -> int:
     """Keys of a tile; what else takes registers leaves fewer for scores. With a split as many however rows are cut, for bits are."""
     if fields.get("overlap") and not fields.get("split"):
         return OVERLAPPED_TILE
-    crowded = ("softcap", "alibi"), ("tree", "split")
-    if dims == (256, 256) and any(all(map(fields.get, names)) for names in crowded):
+    changed = fields.get("softcap") and fields.get("alibi")
+    if dims == (256, 256) and (changed or (fields.get("tree") and fields.get("split"))):
         return TILES[dims] // 2
-    usual = (IN_EIGHT_BITS if fields.get("cached") else TILES)[dims]
+    usual = (IN_EIGHT_BITS if fields.get("cached") and not changed else TILES)[dims]
     return min(usual, SMALL_TILE) if few or fields.get("tree") else usual
 
 
@@ -245,7 +245,7 @@ def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> lis
     found = (
         configure(dtype, head_dim, head_dim_v, page_size, few, **each)
         for each, pages in todo
-        for few in (False, *([] if each.keys() & {"rising", "rotary"} else [True]))
+        for few in (False, *([] if each.keys() & {"causal_tiles", "rotary"} else [True]))
         for page_size in pages
     )
     return list(dict.fromkeys(found))
@@ -259,15 +259,15 @@ def kinds(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Iterator[tuple[
     dims = tile_dims(head_dim, head_dim_v)
     if dims in (None, (96, 96)):
         return
-    chunk = {"rising": True} | ({"consumers": 2, **CHUNK} if dims in WIDE else {})
+    chunk = {"causal_tiles": True} | ({"consumers": 2, **CHUNK} if dims in WIDE else {})
     yield chunk, SERVED
     small = [{**chunk, "tile_n": TILES[dims]}] if dims in WIDE and TILES[dims] < OVERLAPPED_TILE else []
-    for rising in ({"rising": True}, chunk, *small):
-        yield {"ragged": True, **rising}, SERVED[1:]
+    for causal_tiles in ({"causal_tiles": True}, chunk, *small):
+        yield {"ragged": True, **causal_tiles}, SERVED[1:]
     if dims[0] == dims[1] and head_dim % 16 == 0:
         for table in (dtype, torch.float32):
             yield {"rotary": Rotary(head_dim // 2, False, table)}, SERVED
     eight = {"cached": (torch.float8_e4m3fn, torch.float8_e4m3fn), "scales": ("head", "head")}
     yield eight, SERVED
-    for rising in ({}, {"rising": True}):
-        yield {**eight, "ragged": True, **rising}, SERVED[1:]
+    for causal_tiles in ({}, {"causal_tiles": True}):
+        yield {**eight, "ragged": True, **causal_tiles}, SERVED[1:]

@@ -66,5 +66,5 @@ def rows_of(call: DecodeCall) -> dict:
             found["tile_n"] = TILES[dims]
     closed = window.lo > -FAR or window.hi < FAR
     if rows > TILE_M * found.get("consumers", 1) and closed and call.share is None:  # whose keys do not end a whole tile later
-        found["rising"] = True
+        found["causal_tiles"] = True
     return found

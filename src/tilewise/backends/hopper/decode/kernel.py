@@ -63,7 +63,7 @@ class Smem(NamedTuple):
     K: cute.Tensor  # (tile_n, head_dim, kv_stages)
     V: cute.Tensor  # (head_dim_v, tile_n, kv_stages)
     V_by_token: cute.Tensor  # (tile_n, head_dim_v, kv_stages): the same memory
-    told: cute.Tensor  # (2,) int32: what one thread tells the others
+    broadcast: cute.Tensor  # (2,) int32: what one thread tells the others
 
 
 class Shared(NamedTuple):
@@ -181,9 +181,9 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
     if const_expr(config.q_in_smem):
         sQ = storage.allocate_tensor(dtype, layouts[0].outer, 1024, swizzle=layouts[0].inner)[None, None, 0]
     sK, sV = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts[1:])
-    told = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
+    broadcast = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
     by_token = sm90.make_smem_layout_b(wgmma.K_MAJOR, (config.tile_m, config.tile_n, config.head_dim_v), dtype, config.kv_stages)
-    return Smem(sQ, sK, sV, cute.make_tensor(sV.iterator, by_token.outer), told)
+    return Smem(sQ, sK, sV, cute.make_tensor(sV.iterator, by_token.outer), broadcast)
 
 
 class Tile(NamedTuple):
@@ -274,7 +274,7 @@ def attend(
     if piece.count == 1:
         merge.store(tile.acc_O, lse, tensors, changes.sink, unit, config)
     else:
-        merge.together(tile.acc_O, lse, tensors, work, changes.sink, sm.told, piece, unit, shape, config)
+        merge.together(tile.acc_O, lse, tensors, work, changes.sink, sm.broadcast, piece, unit, shape, config)
     return state
 
 

@@ -61,7 +61,7 @@ class Smem(NamedTuple):
     V: tuple  # of both halves: (head_dim_v / 2, tile_n, kv_stages), of the same memory
     P: cute.Tensor  # (tile_m, tile_n)
     factors: cute.Tensor  # (2, tile_m) fp32: of O's rows; at the end also their log-sum-exp
-    told: cute.Tensor  # (2,) int32: what one thread tells the others
+    broadcast: cute.Tensor  # (2,) int32: what one thread tells the others
     unit: cute.Tensor  # (numbers, warps) int32: of a unit, what registers are too few for
 
 
@@ -153,10 +153,10 @@ def kernel(
 def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Config]) -> Smem:
     sQ, sK, sP = (storage.allocate_tensor(dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
     factors = storage.allocate_tensor(Float32, cute.make_layout((2, config.tile_m), stride=(config.tile_m, 1)), 16)
-    told = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
+    broadcast = storage.allocate_tensor(Int32, cute.make_layout(2), 16)
     numbers = len(Sequence._fields) + len(Piece._fields)
     unit = storage.allocate_tensor(Int32, cute.make_layout((numbers, COMPUTING // WARP)), 16)
-    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, told, unit)
+    return Smem(sQ[None, None, 0], sK, halves_of(sK, config), sP[None, None, 0], factors, broadcast, unit)
 
 
 def halves_of(sK: cute.Tensor, config) -> tuple:
@@ -389,4 +389,4 @@ def end(
     if piece.count == 1:
         merge.store(acc_O, lse, tensors, sink, unit, config, column0)
     else:
-        merge.together(acc_O, lse, tensors, work, sink, shared.sm.told, piece, unit, shape, config, column0)
+        merge.together(acc_O, lse, tensors, work, sink, shared.sm.broadcast, piece, unit, shape, config, column0)

@@ -42,7 +42,7 @@ class Level(NamedTuple):
 
 
 @cute.jit
-def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks: cute.Tensor | None, told: cute.Tensor, piece: Piece,
+def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work, sinks: cute.Tensor | None, broadcast: cute.Tensor, piece: Piece,
              unit: Unit, shape: Shape, config: Constexpr[Config], column0: Constexpr[int] = 0):  # fmt: skip
     """Keep this block's piece, and store of the unit what is this block's turn. told: (2,) int32 in shared memory. column0: the first of O that this
     warpgroup has.
@@ -51,7 +51,7 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
     counter = scheduler.counter_of(piece)
     level = Level(Int32(0), Int32(1), piece.count, piece.most, counter, Int32(0), Boolean(True))
     if const_expr(not config.split):
-        sum_up(level, tensors, work, sinks, told, piece, unit, shape, config)
+        sum_up(level, tensors, work, sinks, broadcast, piece, unit, shape, config)
     else:
         groups, most = (cute.ceil_div(x, config.group) for x in (piece.count, piece.most))
         if piece.most > config.most_pieces:
@@ -60,7 +60,7 @@ def together(acc_O: cute.Tensor, lse: cute.Tensor, tensors: Tensors, work: Work,
             level = Level(first, Int32(1), count, Int32(config.group), of_group, Int32(0), Boolean(False))
         going = Boolean(True)
         while going:
-            summed = sum_up(level, tensors, work, sinks, told, piece, unit, shape, config)
+            summed = sum_up(level, tensors, work, sinks, broadcast, piece, unit, shape, config)
             going = summed and not level.last
             level = Level(Int32(0), Int32(config.group), groups, most, counter, Int32(1), Boolean(True))
 
@@ -82,7 +82,7 @@ def keep(acc_O: cute.Tensor, lse: cute.Tensor, work: Work, slot: Int32, unit: Un
 
 
 @cute.jit
-def sum_up(level: Level, tensors: Tensors, work: Work, sinks: cute.Tensor | None, told: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
+def sum_up(level: Level, tensors: Tensors, work: Work, sinks: cute.Tensor | None, broadcast: cute.Tensor, piece: Piece, unit: Unit, shape: Shape,
            config: Constexpr[Config]) -> Boolean:  # fmt: skip
     """By all that compute: of the level's pieces the sum, or as much of it as is this block's turn. Returns whether there is any.
 
@@ -99,7 +99,7 @@ def sum_up(level: Level, tensors: Tensors, work: Work, sinks: cute.Tensor | None
         height -= 1
         slices = (unit.rows + (Int32(1) << height) - 1) >> height
     shared, counter = level.last and slices > 1 and level.count <= arrivals.MOST, work.arrivals.iterator + level.counter
-    turn = arrivals.arrive(counter, level.count, shared, shared and scheduler.ends_with(piece, config), work.polls, told, config)
+    turn = arrivals.arrive(counter, level.count, shared, shared and scheduler.ends_with(piece, config), work.polls, broadcast, config)
     if turn.step > 0:
         before, tasks = arrivals.leave(counter, shared, turn), Int32(1) << (height - rows_each + across)
         for each in cutlass.range(turn.first, slices, turn.step, unroll=1):

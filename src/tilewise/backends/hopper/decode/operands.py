@@ -93,7 +93,7 @@ class Work(NamedTuple):
     most_pieces: int  # of a unit, then
     step: int  # tiles of rows, after which keys that are seen end `rise` tiles later
     rise: int  # a power of two, as its logarithm
-    alone: int  # `scheduler.Shape.alone`
+    solo_speedup_x4: int  # `scheduler.Shape.solo_speedup_x4`
     polls: int  # of a block with nothing else to do, at least, for the other pieces of its unit
 
 
@@ -117,7 +117,7 @@ class Places(NamedTuple):
     share: Annotated[Share | None, When("share")] = None  # the tokens that have a place
 
 
-class Turn(NamedTuple):
+class RotaryTables(NamedTuple):
     """Rotary tables (seqlen_rotary, rotary_dim / 2)."""
 
     cos: Annotated[Tensor, Of("seqlen_rotary pairs", "rotary")]

@@ -5,13 +5,13 @@ The bits are those of tilewise/rotary.py: products and their sum are rounded to 
 
 from tilewise.backends.hopper.decode.append_call import Appending
 from tilewise.backends.hopper.decode.config import Config
-from tilewise.backends.hopper.decode.operands import Tables, Turn
+from tilewise.backends.hopper.decode.operands import RotaryTables, Tables
 from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Constexpr, Float32, Int32, Int64, arch, const_expr, cute, range_constexpr
 
 
 @cute.jit
-def of_numbers(numbers: cute.Tensor, row: cute.Tensor, column: Int32, position: Int64, turn: Turn, config: Constexpr[Appending]):
+def of_numbers(numbers: cute.Tensor, row: cute.Tensor, column: Int32, position: Int64, turn: RotaryTables, config: Constexpr[Appending]):
     """numbers, those of a row (dim,) from `column` on."""
     positions, half = turn.cos.shape
     at = Int32(min(max(position, Int64(0)), Int64(positions) - 1))

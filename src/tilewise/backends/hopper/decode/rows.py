@@ -97,7 +97,7 @@ def keys_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Conf
 def free_of(sequence: Sequence, unit: Unit, shape: Shape, config: Constexpr[Config]) -> tuple[Int32, Int32]:
     """The keys [begin, end) that all rows of a unit see, or of its sequence."""
     last, first = sequence.length - 1, sequence.length - sequence.queries
-    if const_expr(config.rising):
+    if const_expr(config.causal_tiles):
         (last, _), (token, _) = place_of(unit.rows - 1, unit), place_of(Int32(0), unit)
         last, first = first + last, first + token
     begin = max(sequence.left, last + shape.window.lo)

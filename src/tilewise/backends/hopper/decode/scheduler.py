@@ -11,8 +11,8 @@ A token's key heads lie side by side in memory. So there may be several columns,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
 above then holds for (column) G + g. Of a latent cache, which has one key head, columns have every so many-th tile of rows instead.
 
-Where a sequence has many rows (`rising`), what later ones see begins and ends later. Tiles of rows are taken in steps, from one to the next of which
-that is by a whole number of tiles; so sums over them have a closed form, by which every warp finds the unit that a place belongs to.
+Where a sequence has many rows (`causal_tiles`), what later ones see begins and ends later. Tiles of rows are taken in steps, from one to the next of
+which that is by a whole number of tiles; so sums over them have a closed form, by which every warp finds the unit that a place belongs to.
 
 With a fixed split a unit's pieces begin at multiples of `split` tiles, whatever else there is to do, and a block takes those that begin in its
 share. Each has a slot of its own: then no bit of a sequence depends on the other sequences.
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
     by_group: object  # divisor
     by_rows: object  # divisor: rows of a unit, at most
     least: Int32  # tiles of a block's share
-    alone: Int32  # quarters: how much faster a block without others goes through tiles than memory brings them to all; 0: shares are always equal
+    solo_speedup_x4: Int32  # quarters, as `Config.solo_speedup_x4`; 0: shares are always equal
     page_size: object  # divisor; None: no pages
     split: object  # divisor: tiles of a piece; None: as many as a block's share holds
     most_pieces: Int32  # of a unit, with a split
@@ -84,11 +84,11 @@ def shape_of(tensors: Tensors, lengths: Lengths, work: Work, window: Window, pri
         by_group=cute.fast_divmod_create_divisor_v2(group),
         by_rows=cute.fast_divmod_create_divisor_v2(work.sums.shape[1]),
         least=work.least,
-        alone=work.alone,
+        solo_speedup_x4=work.solo_speedup_x4,
         page_size=cute.fast_divmod_create_divisor_v2(page_size) if config.box else None,
         split=cute.fast_divmod_create_divisor_v2(work.split) if config.split else None,
         most_pieces=work.most_pieces,
-        step=cute.fast_divmod_create_divisor_v2(work.step) if config.rising else None,
+        step=cute.fast_divmod_create_divisor_v2(work.step) if config.causal_tiles else None,
         rise=work.rise,
         window=window,
         lengths=lengths,
@@ -268,7 +268,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
         share = quotient(places, blocks)
         more = places - share * blocks
     if const_expr(config.alike):  # noqa: SIM102 - with `and` the DSL builds what comes behind it all the same
-        if shape.alone > 0 and units > 1:
+        if shape.solo_speedup_x4 > 0 and units > 1:
             turns = (units + shape.by_blocks.divisor - 1) // shape.by_blocks
             whole = sooner_whole(turns, tiles, units, arch.warp_redux_sync(longest, "max"), shape, config)
             if whole:
@@ -287,7 +287,7 @@ def sooner_whole(turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape
     """
     blocks, readers = shape.by_blocks.divisor, max(units_of(shape.queries, shape), 1)
     even = max((tiles + blocks - 1) // shape.by_blocks, shape.least)
-    memory = max(quotient(((shape.alone * tiles) >> 2) // shape.by_blocks, readers), even)
+    memory = max(quotient(((shape.solo_speedup_x4 * tiles) >> 2) // shape.by_blocks, readers), even)
     soonest, most = memory + 2 * config.fixed + shape.least, turns * longest
     sooner = most < soonest and not (units == turns * blocks and units * longest == tiles and longest >= shape.least)
     if sooner:  # before anything is divided
@@ -373,7 +373,7 @@ def places_of_unit(sequence: Sequence, shares: Shares) -> Int32:
 @cute.jit
 def tiles_of(n: Int32, sequence: Sequence, shape: Shape, config: Constexpr[Config]) -> Int32:
     """Likewise tiles of keys."""
-    if const_expr(not config.rising):
+    if const_expr(not config.causal_tiles):
         return n * sequence.tiles
     steps, rest = divmod(n, shape.step)
     (first, begins), (last, ends) = edges_of(sequence, shape, config)
@@ -442,7 +442,7 @@ def unit_at(place: Int32, sequence: Sequence, shares: Shares, shape: Shape, conf
 def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, config: Constexpr[Config]) -> Piece:
     """Of the unit at a place. It may have no tiles: then others compute the unit's."""
     each, of_unit, end_of_unit = places_of_unit(sequence, shares), sequence.first, sequence.first + sequence.tiles
-    if const_expr(config.rising):
+    if const_expr(config.causal_tiles):
         of_head = places_of(sequence.row_tiles, sequence, shares, shape, config)
         head_k = quotient(place.at - place.start, of_head)
         begin = place.start + head_k * of_head
@@ -484,7 +484,7 @@ def piece_of(place: Place, sequence: Sequence, shares: Shares, shape: Shape, con
         most = count
         origin = column * shape.by_blocks.divisor + of_first
     row0, (begin_of_keys, end_of_keys) = row_tile * shape.by_rows.divisor, (sequence.begin, sequence.end)
-    if const_expr(config.rising):
+    if const_expr(config.causal_tiles):
         oldest, rows = sequence.length - sequence.queries, min(row0 + shape.by_rows.divisor, sequence.queries * shape.group)
         end_of_keys = min(end_of_keys, oldest + (rows - 1) // shape.by_group + shape.window.hi + 1)
         begin_of_keys = min(max(begin_of_keys, oldest + row0 // shape.by_group + shape.window.lo), end_of_keys)

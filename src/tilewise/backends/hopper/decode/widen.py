@@ -34,7 +34,7 @@ UNBIASED = 1024.0 + 128.0
 
 @cute.jit
 def widen(
-    tensors: Tensors, raw: tuple, wide: tuple, filled: tuple, ready: tuple, told: cute.Tensor, shape: Shape, begin: Start,
+    tensors: Tensors, raw: tuple, wide: tuple, filled: tuple, ready: tuple, broadcast: cute.Tensor, shape: Shape, begin: Start,
     config: Constexpr[Config],
 ):  # fmt: skip
     """raw: K and V as they come, (tile_n, dim, load_stages), filled: their pipes; wide: as the products read them, (tile_n, dim, kv_stages), and
@@ -53,13 +53,13 @@ def widen(
         else:
             piece = scheduler.piece_of(Place(b, start, at), sequence, shares, shape, config)
             owner = common if const_expr(config.common) else b
-            come, go = widen_piece(tensors, raw, wide, (filled, ready), told, come, go, owner, piece, shape, config)
+            come, go = widen_piece(tensors, raw, wide, (filled, ready), broadcast, come, go, owner, piece, shape, config)
             at = piece.next
 
 
 @cute.jit
 def widen_piece(
-    tensors: Tensors, raw: tuple, wide: tuple, pipes: tuple, told: cute.Tensor, come: pipeline.PipelineState,
+    tensors: Tensors, raw: tuple, wide: tuple, pipes: tuple, broadcast: cute.Tensor, come: pipeline.PipelineState,
     go: pipeline.PipelineState, b: Int32, piece: Piece, shape: Shape, config: Constexpr[Config],
 ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:  # fmt: skip
     (filled, ready), scales, ahead = pipes, (tensors.k_scale, tensors.v_scale), cute.make_rmem_tensor(2, Float32)
@@ -72,12 +72,12 @@ def widen_piece(
             ready[i].sync_object_empty.wait(go.index, go.phase)
             if const_expr(by_token(scales[i])):
                 if thread_of() < config.tile_n:
-                    told[thread_of()] = ahead[i]
+                    broadcast[thread_of()] = ahead[i]
                 arch.barrier(barrier_id=SCALED, number_of_threads=THREADS)
                 ahead[i] = scale_of(scales[i], b, n + 1, piece, shape, config)
             dim = const_expr((config.head_dim, config.head_dim_v)[i])
             widen_tile(
-                raw[i][None, None, come.index], wide[i][None, None, go.index].iterator.toint(), told if by_token(scales[i]) else None,
+                raw[i][None, None, come.index], wide[i][None, None, go.index].iterator.toint(), broadcast if by_token(scales[i]) else None,
                 dim, config.cached[i], config,
             )  # fmt: skip
             tma.release(filled[i], come)

@@ -32,7 +32,7 @@ class Need(NamedTuple):
     most_pieces: int = 0
     step: int = 1
     rise: int = 0
-    alone: int = 0
+    solo_speedup_x4: int = 0
     polls: int = 0
 
     @property
@@ -68,7 +68,7 @@ def of(need: Need, device: torch.device) -> Work:
         need.most_pieces,
         need.step,
         need.rise,
-        need.alone,
+        need.solo_speedup_x4,
         need.polls,
     )
     return Work(sums.view(*shape, need.dim), lse.view(2, *shape), counters, *numbers)

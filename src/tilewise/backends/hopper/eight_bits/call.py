@@ -31,7 +31,7 @@ from tilewise.backends.hopper.operands import Band, Scores, Work
 from tilewise.backends.hopper.stand_ins import Floats, StandIns
 from tilewise.backends.tables import documents
 from tilewise.errors import UnsupportedError
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.problem import Call, Problem
 from tilewise.sm90 import jit
 from tilewise.views import part
@@ -75,7 +75,7 @@ def bind(call: Call, config: Config | None = None) -> Bound:
     attend, found = jit.compiled(LAUNCH, arguments, plan.config), sixteen_bits.seen_and_scored(call, plan, scale)
     if call.precision is None:
         found["made"] = _with_scales(call, found.get("made"))
-    elif isinstance(call.mask, Unread):
+    elif isinstance(call.mask, DeviceDocuments):
         found["made"] = _with_ends(call, found.get("made"))
     elif ends_ahead(call):
         found["kept"] = False  # where they end is no tensor of the caller's
@@ -95,7 +95,7 @@ def config_of(call: Call, **fields) -> Config:
         call.out_dtype or call.q.dtype,
         call.head_dim,
         call.head_dim_v,
-        visibility.sees(call.mask),
+        visibility.mask_kind(call.mask),
         long=call.seqlen_q > LONG,
         few=call.seqlen_k <= FEW_KEYS,
         centred=call.precision is not None,
@@ -133,7 +133,7 @@ def operands_of(call: Call) -> tuple[Callable[[], tuple], float]:
     beside = None
     if call.precision is None:
         (beside,) = _with_scales(call, None)(*call.extras)
-    elif isinstance(call.mask, Unread):
+    elif isinstance(call.mask, DeviceDocuments):
         (beside,) = _with_ends(call, None)(*call.extras)
     return partial(prepare, call.q, call.k, call.v, beside), scale
 
@@ -146,7 +146,7 @@ def by_quantiser(call: Call, config: QuantiserConfig | None = None) -> tuple[Cal
     config, scale = config or quantiser_of(call), call.scale
     launch, make = jit.compiled(QUANTISE, quantiser_arguments, config), scratch.of_quantiser(call, config)
     turned, factor = (None, scale) if scale > 0.0 else (sixteen_bits.positive(scale), -scale if scale < 0.0 else 1.0)
-    known = _ends(call) if config.ends and not isinstance(call.mask, Unread) else None
+    known = _ends(call) if config.ends and not isinstance(call.mask, DeviceDocuments) else None
 
     def begin(stream: int | None) -> tuple:
         made, _, channels = bundles = make(stream)
@@ -232,7 +232,7 @@ def _with_scales(call: Call, made: Callable | None) -> Callable:
 def ends_ahead(call: Call) -> bool:
     """Whether keys that count may end before the tensors do, behind the last of packed documents."""
     mask = call.mask
-    return isinstance(mask, Unread) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
+    return isinstance(mask, DeviceDocuments) or (isinstance(mask, Documents) and mask.cu_seqlens_k[-1] < call.seqlen_k)
 
 
 def _ends(call: Call) -> Tensor:
@@ -293,7 +293,7 @@ def one(device: torch.device) -> Tensor:
 def kernels(call: Call) -> list[jit.Kernel]:
     """Every kernel that the call launches."""
     config = config_of(call)
-    ahead = [rows.kernel(config)] if config.sees == "rows" else []
+    ahead = [rows.kernel(config)] if config.mask_kind == "varlen" else []
     if call.precision is not None:
         ahead.append(jit.Kernel(QUANTISE, quantiser_arguments, quantiser_of(call)))
     else:

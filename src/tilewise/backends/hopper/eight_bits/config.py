@@ -23,7 +23,7 @@ class Config(ScoreChanges):
     out: torch.dtype  # of O and, of the quantiser's, of the values that V was made from
     head_dim: int
     head_dim_v: int
-    sees: Literal["all", "causal", "interval", "rows", "runs"]
+    mask_kind: Literal["full", "causal", "band", "varlen", "tiles"]
     tile_m: int
     tile_n: int
     promote: bool  # each tile's P V is a sum of its own, added to O in fp32; otherwise the tensor cores go on from O, with 13 bits
@@ -78,7 +78,7 @@ class Config(ScoreChanges):
     @property
     def hides(self) -> bool:
         """As in forward/config.py."""
-        return self.sees != "all"
+        return self.mask_kind != "full"
 
     @property
     def consumers(self) -> int:
@@ -104,7 +104,7 @@ class Config(ScoreChanges):
     @property
     def shares(self) -> bool:
         """As in forward/config.py."""
-        return self.sees == "all" and not (self.dynamic or self.modified or self.sink)
+        return self.mask_kind == "full" and not (self.dynamic or self.modified or self.sink)
 
     @property
     def partial_elements(self) -> int:
@@ -133,13 +133,13 @@ OF_FEW_KEYS = {(256, 256): {"promote": False, "pieces": 1}}
 # causal (H200, 2026-11-29: lab/rows/variants-kept-paths-h200.jsonl).
 LONG = 2048
 USUAL_WHEN_LONG = {
-    (128, 128, "all"): {"cluster": 2, "hold": True},
+    (128, 128, "full"): {"cluster": 2, "hold": True},
     (128, 128, "causal"): {"hold": True},
-    (256, 256, "all"): {"cluster": 2},
+    (256, 256, "full"): {"cluster": 2},
 }
 # int8 that is centred; what is given may have scales of tiles, with which turns would spill 8 bytes.
 QUANTISED_WHEN_LONG = USUAL_WHEN_LONG | {
-    (64, 64, "all"): {"cluster": 2},
+    (64, 64, "full"): {"cluster": 2},
     (64, 64, "causal"): {"cluster": 2},
     (128, 128, "causal"): {"hold": True, "pingpong": True},
 }
@@ -155,11 +155,11 @@ TILES_OF_WIDE_VALUES = {
     (256, 256): dict(tile_m=128, tile_n=64, promote=False),
 }
 WIDE_VALUES_WHEN_LONG = {
-    (128, 96, "all"): {"cluster": 2},
+    (128, 96, "full"): {"cluster": 2},
     (128, 96, "causal"): {"cluster": 2},
-    (128, 128, "all"): {"cluster": 2},
+    (128, 128, "full"): {"cluster": 2},
     (128, 128, "causal"): {"cluster": 2, "pingpong": True},
-    (256, 256, "all"): {"cluster": 2, "kv_stages": 3},
+    (256, 256, "full"): {"cluster": 2, "kv_stages": 3},
     (256, 256, "causal"): {"cluster": 2, "kv_stages": 3},
 }
 FEWER = 64  # keys of a tile where scores are changed, above (64, 64) where tokens have scales, or at (128, 128) promoted for runs: 128 would spill
@@ -172,7 +172,7 @@ def tile_dims(head_dim: int, head_dim_v: int, tiles: dict[tuple[int, int], dict]
 
 @lru_cache(maxsize=4096)
 def configure(
-    dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, sees: str, long: bool = False, few: bool = False, **fields
+    dtype: torch.dtype, out: torch.dtype, head_dim: int, head_dim_v: int, mask_kind: str, long: bool = False, few: bool = False, **fields
 ) -> Config:  # fmt: skip
     """The configuration for these heads; long: more than LONG queries; few: FEW_KEYS keys at most; fields: of `Config`, those of the call and others
     in place of the usual.
@@ -182,15 +182,15 @@ def configure(
     when_long = WIDE_VALUES_WHEN_LONG if wide else QUANTISED_WHEN_LONG if centred and dtype == torch.int8 else USUAL_WHEN_LONG
     dims = tile_dims(head_dim, head_dim_v, tiles)
     spilling = dims == (256, 256) and bool(centred or fields.get("tiles_of_values"))  # 8 to 136 bytes, if units were shared
-    usual = {"dynamic": sees != "all" or spilling, **tiles[dims], **(when_long.get((*dims, sees), {}) if long else {})}
+    usual = {"dynamic": mask_kind != "full" or spilling, **tiles[dims], **(when_long.get((*dims, mask_kind), {}) if long else {})}
     if few and centred and not wide:
         usual |= OF_FEW_KEYS.get(dims, {})
     tokens = fields.get("tokens_k") or fields.get("tokens_v")
     if fields.get("softcap") or fields.get("alibi"):
         usual |= {"tile_n": FEWER, "cluster": 1, "dynamic": True}
-    elif (tokens and dims != (64, 64)) or (sees == "runs" and dims == (128, 128) and usual["promote"]):
+    elif (tokens and dims != (64, 64)) or (mask_kind == "tiles" and dims == (128, 128) and usual["promote"]):
         usual["tile_n"] = FEWER
-    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **usual | fields)
+    return Config(dtype=dtype, out=out, head_dim=dims[0], head_dim_v=dims[1], mask_kind=mask_kind, **usual | fields)
 
 
 # Quantiser

@@ -260,7 +260,7 @@ def attend(
     pipes.q.consumer_wait(once)
     if const_expr(config.pieces > 1):
         state = walk_in_pieces(tile, pipes, state, walk, config)
-    elif const_expr(config.sees == "runs"):
+    elif const_expr(config.mask_kind == "tiles"):
         state = forward.walk_runs(tile, pipes, state, walk, PASSES, config)
     else:
         state = forward.walk_tiles(tile, pipes, state, walk, None, PASSES, config)
@@ -376,15 +376,15 @@ def walk_in_pieces(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, walk: Walk, config: Constexpr[Config]
 ) -> pipeline.PipelineState:  # fmt: skip
     """As `forward.walk_tiles`, but the last tile is in the loop of those to be masked: apart, its code would have O in registers of its own."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         state = runs_in_pieces(tile, pipes, state, walk.first, walk.free_first, How.MASKED, config)
         return runs_in_pieces(tile, pipes, state, walk.free_first, walk.free_last, How.WHOLE, config)
     masked, unmasked = walk.first, walk.last - 1
-    if const_expr(config.sees != "all"):
+    if const_expr(config.mask_kind != "full"):
         masked, unmasked = forward.seams(walk, unmasked)
     state = forward.steps(tile, pipes, state, unmasked, walk.last, How.MASKED, IN_PIECES, config)
     state = forward.steps(tile, pipes, state, masked, unmasked, How.WHOLE, IN_PIECES, config)
-    if const_expr(config.sees not in ("all", "causal")):
+    if const_expr(config.mask_kind not in ("full", "causal")):
         state = forward.steps(tile, pipes, state, walk.first, masked, How.MASKED, IN_PIECES, config)
     return state
 
@@ -682,7 +682,7 @@ def finish(
                     at = const_expr(part * CHANNELS + c)
                     of_centre = centre[c] if const_expr(shares is None) else centre[c] * shares[r]
                     O[r, at] = O[r, at] * inverse[r] * scale[c] + of_centre
-        if const_expr(config.sees != "all"):
+        if const_expr(config.mask_kind != "full"):
             fragments.clear_rows(tile.acc_O, lse)
     else:
         if const_expr(not config.wide_values):

@@ -15,7 +15,7 @@ from tilewise.backends.hopper.forward.plan import Plan
 from tilewise.backends.hopper.operands import Band, RowTables, Scores, Tensors, Work
 from tilewise.backends.hopper.stand_ins import StandIns
 from tilewise.backends.tables import documents, runs
-from tilewise.masks import Unread
+from tilewise.masks import DeviceDocuments
 from tilewise.masks.constructors import check_lengths
 from tilewise.problem import Call
 from tilewise.sm90 import jit
@@ -67,10 +67,10 @@ def without_keys(call: Call, gradients: Callable | None = None) -> Bound:
 def seen_and_scored(call: Call, plan: Plan, scale: float) -> dict:
     """What `Bound` takes beside for the call, which says what is seen and what becomes of scores."""
     found, config = {}, plan.config
-    if isinstance(call.mask, Unread) and config.sees == "rows":
+    if isinstance(call.mask, DeviceDocuments) and config.mask_kind == "varlen":
         found["ahead"], bands, reads = _ahead(call, plan), (), False
     else:
-        bands, reads = (band_seen(call, plan),), isinstance(call.mask, Unread)
+        bands, reads = (band_seen(call, plan),), isinstance(call.mask, DeviceDocuments)
     if call.row_max or not call.bias is call.alibi_slopes is call.sink is call.dropout is None:
         rest, found["made"] = bands, _maker(call, config, scale)
     else:
@@ -117,7 +117,7 @@ def _maker(call: Call, config: Config, scale: float) -> Callable:
 def kernels(call: Call) -> list[jit.Kernel]:
     """Every kernel that the call launches."""
     config = planning.config_of(packing.pack(call) or call)
-    ahead = [rows.kernel(config)] if config.sees == "rows" else []
+    ahead = [rows.kernel(config)] if config.mask_kind == "varlen" else []
     return [*ahead, jit.Kernel(LAUNCH, arguments, config)]
 
 
@@ -159,11 +159,11 @@ def work_of(plan: Plan, device: torch.device) -> Work:
 def band_seen(call: Call, plan: Plan) -> Band:
     """Which keys each row sees: by numbers, or by tables."""
     config, tables = plan.config, RowTables()
-    if config.sees == "runs":
+    if config.mask_kind == "tiles":
         planes = call.mask.planes(call.seqlen_q, call.seqlen_k, call.batch, call.heads_q)
         made = runs.tables(planes, call.batch, call.heads_q, config.tile_m, config.tile_n, call.q.device)
         tables = RowTables(made.order, made.spans, made.runs, made.bands, made.bitmaps, made.planes)
-    if config.sees == "rows":
+    if config.mask_kind == "varlen":
         tables = _tables(rows.rows_of(call.mask, call.seqlen_q, call.seqlen_k, config, call.q.device))
     return Band(*plan.band, tables)
 

@@ -20,7 +20,7 @@ class Config(ScoreChanges):
     dtype: torch.dtype
     head_dim: int  # of the tile; the tensors' may be smaller
     head_dim_v: int
-    sees: Literal["all", "causal", "interval", "rows", "runs"]  # visible/ says what each means
+    mask_kind: Literal["full", "causal", "band", "varlen", "tiles"]  # visible/ says what each means
     tile_m: int
     tile_n: int
     q_stages: int = 1
@@ -72,7 +72,7 @@ class Config(ScoreChanges):
     @property
     def shares(self) -> bool:
         """Whether tiles that are left over for less than a round are shared out by keys (scheduler.py): where all take as long, by a fixed step."""
-        return self.sees == "all" and not (self.dynamic or self.modified or self.sink)  # each piece would count the sink
+        return self.mask_kind == "full" and not (self.dynamic or self.modified or self.sink)  # each piece would count the sink
 
     @property
     def partial_elements(self) -> int:
@@ -82,7 +82,7 @@ class Config(ScoreChanges):
     @property
     def hides(self) -> bool:
         """Whether a row may not see what another row of its tile sees, so that V is screened (hidden.py)."""
-        return self.sees != "all"
+        return self.mask_kind != "full"
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -131,13 +131,13 @@ def pairs(**fields) -> tuple[Choice, ...]:
     )
 
 
-# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first; "rows" and "runs" as "interval", but for their own.
+# (head_dim, head_dim_v): for each way to see, what to take, the shortest sequences first; "varlen" and "tiles" as "band", but for their own.
 # H200, driver 580.159, 2026-11-21 and 22, mostly the papers' sweep (16,384 tokens, hidden dimension 2048), TFLOP/s; the rows are in
 # lab/rows/, hopper-h200.jsonl and, for what names the third round (of the lab notes), forward-h200.jsonl.
 # Two stages for Q: a tile's queries come while the tile before is still computed. Full 512: 531 / 504 at (128, 128), 399 / 358 at (64, 64); but
 #   causal 8k at (128, 128) 649 / 658.
 # (64, 64): tile_m 192 or 128: full 576 / 455 at 8k, causal 502 / 439 at 8k; a third stage for K and V: 461 / 456 full at 1k.
-#   Third round: windows of 4,096 504 / 423, packed documents ("rows") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
+#   Third round: windows of 4,096 504 / 423, packed documents ("varlen") 398 / 361. Three blocks of one warpgroup each under a causal mask, against
 #   one of two: 282 / 259 at 512, 359 / 341 at 1k; full 393 / 407 at 512.
 # (128, 128): a pair reads its keys once: full 683 / 634 at 8k, 624 / 613 at 1k; causal, fourth round (forward-h200.jsonl, fwd-1-2
 #   and fwd-2): 460 / 488 at 1k, 584 / 594 at 2k, 666 / 659 at 4k, 681 / 654 at 8k, 711 / 676 at 16k; windows of 1,024 526 / 560, of 4,096 674 / 661.
@@ -161,54 +161,54 @@ def pairs(**fields) -> tuple[Choice, ...]:
 #   pairs: 512 on 16,384 0.761 / 0.734, 2,048 on 32,768 2.93 / 2.87.
 TILES = {
     (64, 64): {
-        "all": (*any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
+        "full": (*any_length(**step(tile_m=192, tile_n=128, q_stages=2, kv_stages=3, pingpong=True)),
                 Choice(fields=step(tile_m=192, tile_n=96, q_stages=2, kv_stages=3, pingpong=True), cost=1.08),
                 Choice(fields=step(tile_m=64, tile_n=96, q_stages=2, blocks=3), cost=1.17),
                 Choice(fields=step(tile_m=64, tile_n=64, q_stages=2, kv_stages=3, blocks=3), cost=1.28)),
         "causal": (Choice(most_queries=512, few_keys=True, fields={"tile_m": 64, "tile_n": 64, "q_stages": 2, "kv_stages": 3, "blocks": 3}),
                   Choice(most_queries=2048, few_keys=True, fields={"tile_m": 64, "tile_n": 96, "q_stages": 2, "blocks": 3}),
                   *any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True)),
-        "interval": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
-        "runs": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
+        "band": any_length(tile_m=192, tile_n=128, q_stages=2, pingpong=True),
+        "tiles": any_length(tile_m=128, tile_n=128, q_stages=2, kv_stages=3, pingpong=True),
     },
     (96, 96): {
-        "all": (*any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "full": (*any_length(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
                 Choice(fields=step(tile_m=192, tile_n=96, q_stages=2), cost=0.91),
                 Choice(fields=step(tile_m=192, tile_n=112, q_stages=2), cost=0.905)),
         "causal": (Choice(most_queries=1024, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2, "kv_stages": 3}),
                   Choice(most_queries=8192, fields={"tile_m": 192, "tile_n": 96, "q_stages": 2, "kv_stages": 3, "pingpong": True}),
                   *any_length(tile_m=192, tile_n=112, q_stages=2, pingpong=True)),
-        "interval": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
+        "band": any_length(tile_m=128, tile_n=128, q_stages=2, pingpong=True),
     },
     (128, 128): {
-        "all": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
+        "full": pairs(**step(tile_m=128, tile_n=128, q_stages=2, pingpong=True)),
         "causal": (Choice(most_queries=128, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                   Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                   *any_length(tile_m=128, tile_n=128, cluster=2)),
-        "interval": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+        "band": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                      *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
-        "rows": (Choice(most_queries=3072, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
+        "varlen": (Choice(most_queries=3072, fields={"tile_m": 128, "tile_n": 128, "q_stages": 2}),
                  *any_length(tile_m=128, tile_n=128, q_stages=2, cluster=2)),
-        "runs": any_length(tile_m=128, tile_n=128, q_stages=2),
+        "tiles": any_length(tile_m=128, tile_n=128, q_stages=2),
     },
     (192, 128): {
-        "all": any_length(**step(tile_m=128, tile_n=128, late=True)),
+        "full": any_length(**step(tile_m=128, tile_n=128, late=True)),
         "causal": (Choice(most_queries=2048, fields={"tile_m": 128, "tile_n": 128}), *any_length(tile_m=128, tile_n=128, cluster=2)),
-        "interval": any_length(tile_m=128, tile_n=128),
+        "band": any_length(tile_m=128, tile_n=128),
     },
     (192, 192): {
-        "all": (Choice(most_queries=2048, fields=step(tile_m=128, tile_n=80, late=True)),
+        "full": (Choice(most_queries=2048, fields=step(tile_m=128, tile_n=80, late=True)),
                 *any_length(**step(tile_m=128, tile_n=112, pingpong=True, late=True, cluster=2)),
                 Choice(fields=step(tile_m=128, tile_n=80, late=True))),
         "causal": any_length(tile_m=128, tile_n=112, late=True),
-        "interval": any_length(tile_m=128, tile_n=96, late=True),
+        "band": any_length(tile_m=128, tile_n=96, late=True),
     },
     (256, 256): {
-        "all": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
+        "full": (Choice(most_queries=512, fields=step(tile_m=128, tile_n=64, pingpong=True, late=True)),
                 *any_length(**step(tile_m=128, tile_n=80, late=True))),
         "causal": (Choice(most_queries=2048, few_keys=True, fields={"tile_m": 128, "tile_n": 64, "late": True}),
                   *any_length(tile_m=128, tile_n=80, late=True)),
-        "interval": any_length(tile_m=128, tile_n=80, late=True),
+        "band": any_length(tile_m=128, tile_n=80, late=True),
     },
 }  # fmt: skip
 
@@ -218,7 +218,7 @@ SHORTEST_STEP = 16  # queries and keys between which no tile begins or ends
 
 # tile_n where there would be spills otherwise: with dropout; with softcap or rows of their own, and with logits, of which dropout takes another 16.
 SOFTCAP_OR_ROWS = {(192, 192): 96, (256, 256): 64}
-DROPOUT = {((64, 64), "all"): 112, ((192, 128), "interval"): 112}
+DROPOUT = {((64, 64), "full"): 112, ((192, 128), "band"): 112}
 LOGITS = {(192, 192): 80, (256, 256): 64} | dict.fromkeys(((64, 64), (96, 96), (128, 128), (192, 128)), 96)
 
 
@@ -228,12 +228,14 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
 
 
 @lru_cache(maxsize=4096)
-def configure(dtype: torch.dtype, head_dim: int, head_dim_v: int, sees: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes) -> Config:
+def configure(
+    dtype: torch.dtype, head_dim: int, head_dim_v: int, mask_kind: str, seqlen_q: int = LONG, seqlen_k: int = 0, **changes
+) -> Config:
     """The configuration for these heads and lengths, with `changes` of the scores: softcap, bias, alibi, diagonal, sink; and row_max."""
-    if changes.get("bias") and sees == "causal":
-        sees = "interval"  # a few bytes would spill in between the loops of "causal"
+    if changes.get("bias") and mask_kind == "causal":
+        mask_kind = "band"  # a few bytes would spill in between the loops of "causal"
     dims = tile_dims(head_dim, head_dim_v)
-    return _chosen(_choices(dtype, dims, sees, changes), seqlen_q, seqlen_k)
+    return _chosen(_choices(dtype, dims, mask_kind, changes), seqlen_q, seqlen_k)
 
 
 def _chosen(choices: list[tuple[Choice, Config]], seqlen_q: int, seqlen_k: int) -> Config:
@@ -245,7 +247,7 @@ def _chosen(choices: list[tuple[Choice, Config]], seqlen_q: int, seqlen_k: int) 
 @lru_cache
 def lengths() -> list[int]:
     """Numbers of queries, and of as many keys, with which every Choice is taken."""
-    ways = [_choices(torch.bfloat16, dims, sees, {}) for dims, each in TILES.items() for sees in each]
+    ways = [_choices(torch.bfloat16, dims, mask_kind, {}) for dims, each in TILES.items() for mask_kind in each]
     bounds = [choice.most_queries + 1 for way in ways for choice, _ in way if choice.most_queries is not None]
     steps = range(SHORTEST_STEP, max(bounds), SHORTEST_STEP)
     firsts = [{_chosen(way, n, n): n for n in reversed(steps)}.values() for way in ways]
@@ -255,29 +257,32 @@ def lengths() -> list[int]:
 def shipped(dtype: torch.dtype, **changes) -> list[Config]:
     """Every configuration that `configure` can give for a dtype and changes of the scores."""
     return [
-        made for dims in TILES for sees in ("all", "causal", "interval", "rows", "runs") for _, made in _choices(dtype, dims, sees, changes)
+        made
+        for dims in TILES
+        for mask_kind in ("full", "causal", "band", "varlen", "tiles")
+        for _, made in _choices(dtype, dims, mask_kind, changes)
     ]
 
 
-def _choices(dtype: torch.dtype, dims: tuple[int, int], sees: str, changes: dict) -> list[tuple[Choice, Config]]:
+def _choices(dtype: torch.dtype, dims: tuple[int, int], mask_kind: str, changes: dict) -> list[tuple[Choice, Config]]:
     """With their configurations, the shortest sequences first."""
     ways = TILES[dims]
-    choices = ways.get(sees) or ways["interval"]
-    made = [(each, _made(dtype, dims, sees, each.fields, changes)) for each in choices]
+    choices = ways.get(mask_kind) or ways["band"]
+    made = [(each, _made(dtype, dims, mask_kind, each.fields, changes)) for each in choices]
     plain = not any(config.modified or config.dropout for _, config in made)
     return [each for each in made if plain or (each[0].cost == 1.0 and each[1].blocks == 1)]  # blocks: too many registers
 
 
-def _made(dtype: torch.dtype, dims: tuple[int, int], sees: str, fields: dict, changes: dict) -> Config:
-    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], sees=sees, **fields, **changes)
+def _made(dtype: torch.dtype, dims: tuple[int, int], mask_kind: str, fields: dict, changes: dict) -> Config:
+    config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], mask_kind=mask_kind, **fields, **changes)
     if config.dropout:
-        if config.consumers == 3 and sees != "all":  # whose threads have too few registers
+        if config.consumers == 3 and mask_kind != "full":  # whose threads have too few registers
             config = replace(config, tile_m=128, tile_n=128)
-        config = replace(config, tile_n=DROPOUT.get((dims, sees), config.tile_n))
+        config = replace(config, tile_n=DROPOUT.get((dims, mask_kind), config.tile_n))
     if config.natural:
         return replace(config, tile_m=128, tile_n=LOGITS[dims] - 16 * config.dropout, late=False, cluster=1, dynamic=True)
     if config.softcap:
         return replace(config, tile_m=128, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False, cluster=1, dynamic=True)
-    if sees == "rows":
+    if mask_kind == "varlen":
         config = replace(config, tile_n=SOFTCAP_OR_ROWS.get(dims, config.tile_n), late=False)
-    return replace(config, from_zero=sees == "all" and not config.dropout)  # one loop less, where each holds the generator's code
+    return replace(config, from_zero=mask_kind == "full" and not config.dropout)  # one loop less, where each holds the generator's code

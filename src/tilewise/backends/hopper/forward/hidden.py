@@ -101,7 +101,7 @@ def screen(sV: cute.Tensor, seqlen_q: Int32, seqlen_k: Int32, pipe: pipeline.Pip
     while block.m0 >= 0:
         walk = visible.walk_of(block, band, seqlen_q, seqlen_k, config)
         found, tiles = made.found.iterator + tma.after(done, AHEAD).index * SLOT + warp, Int32(NONE)
-        if const_expr(config.sees == "runs"):
+        if const_expr(config.mask_kind == "tiles"):
             for r in cutlass.range(walk.first, walk.last, unroll=1):
                 run = visible.run_of(r, band)
                 free = (run.first, run.last) if r >= walk.free_first else (run.last, run.last)
@@ -235,7 +235,7 @@ def restore(tensors: Tensors, block: Block, band: Band, changes: scores.Scores, 
     marks = cute.make_rmem_tensor(WIDE, Int32)
     marks.fill(NONE)
     walk = visible.walk_of(block, band, mO.shape[0], mV.shape[0], config)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         for r in cutlass.range(walk.first, walk.free_first, unroll=1):
             run = visible.run_of(r, band)
             mark_tiles(marks, run.first, run.last, tiles, run, unit, config)
@@ -319,7 +319,7 @@ def rows_that_see(first: Int32, end: Int32, run: Run | None, unit: Unit, config:
     seen, lost = [], []
     for pair in range_constexpr(max(keys // 2, 1)):  # for two keys each of the 16 rows has a lane that says whether it sees it
         row, key = unit.row0 + lane % ROWS, first + (2 * pair + lane // ROWS) % keys
-        mine = sees(row, key, end, run, unit, config)
+        mine = mask_kind(row, key, end, run, unit, config)
         seen.append(arch.vote_ballot_sync(mine))
         if const_expr(config.bias is not None or config.dropout):
             lost.append(arch.vote_ballot_sync(mine and weighs_nothing(row, key, unit, config)))
@@ -336,11 +336,11 @@ def of_key(ballots: list[Int32], which: Int32) -> Int32:
 
 
 @cute.jit
-def sees(row: Int32, key: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr) -> Boolean:
+def mask_kind(row: Int32, key: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr) -> Boolean:
     """Whether a row exists and sees a key, which is one of the run's where there are runs; no key from `end` on."""
     seen = row < unit.O.shape[0] and key < end
     at, place = min(row, unit.O.shape[0] - 1), min(key, end - 1)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         if run.ref >= 0:
             seen = seen and visible.shows(unit.band, run, row - unit.block.m0, place, config)
         else:

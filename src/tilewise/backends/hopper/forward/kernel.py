@@ -216,7 +216,7 @@ def load_queries(copies: Copies, sm: Smem, pipes: Pipes, state: pipeline.Pipelin
 def parts(walk: Walk, config: Constexpr[Config]):
     """The walk over the keys in two, between which the loader fetches its next unit: all but the last run, or all but the last FEW tiles."""
     first, last = walk.loaded_first, walk.loaded_last
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         middle = max(last - 1, first)
         return (first, middle), (middle, last)
     middle = min(first + FEW, last)
@@ -229,7 +229,7 @@ def load_keys(
     config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """A part of the walk over the keys."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         for r in cutlass.range(first, last, unroll=1):
             run = visible.run_of(r, band)
             state = load_tiles(copies, sm, pipes, state, block, run.first, run.last, config)
@@ -340,7 +340,7 @@ def attend(
     if const_expr(config.cluster > 1):
         state = leave_out(pipes, state, walk.loaded_last - walk.last)
     pipes.q.consumer_wait(once)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         state = walk_runs(tile, pipes, state, walk, PASSES, config)
     else:
         mine = agreed[None, consumer, tma.after(done, scheduler.AHEAD).index] if const_expr(config.from_zero) else None
@@ -380,13 +380,13 @@ def walk_tiles(
     """From the last tile to the first: those to be masked at the end, those that are seen whole, those to be masked at the beginning."""
     passes.first(tile, pipes, state, walk.last - 1, Int32(0), config)
     last = walk.last - 1  # the first tile is done
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         return whole_steps(tile, pipes, state, walk.first, last, agreed, passes, config)
     masked, unmasked = seams(walk, last)
     if const_expr(not config.pingpong):  # the code as it runs, which ptxas schedules 2 to 4 % better without turns
         state = steps(tile, pipes, state, unmasked, last, How.MASKED, passes, config)
         state = steps(tile, pipes, state, masked, unmasked, How.WHOLE, passes, config)
-        if const_expr(config.sees != "causal"):
+        if const_expr(config.mask_kind != "causal"):
             state = steps(tile, pipes, state, walk.first, masked, How.MASKED, passes, config)
         return state
     for end in cutlass.range(2, unroll=1):
@@ -525,7 +525,7 @@ def first_scores(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, n_bloc
 
 @cute.jit
 def seen_of(tile: Tile, n_block: Int32, ref: Int32, config: Constexpr[Config]) -> Seen:
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return visible.bits_of(tile.band, ref, tile.tScS, tile.m0, n_block * config.tile_n, config)
     return tile.seen
 

@@ -31,7 +31,7 @@ class Plan:
         config = config or config_of(call)
         blocks = num_sms * config.blocks
         numbers = 0, 0, 0, call.seqlen_k, 0, 0
-        if config.sees in ("causal", "interval"):
+        if config.mask_kind in ("causal", "band"):
             numbers = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         partials = None
         if config.shares:
@@ -47,13 +47,13 @@ def num_sms(device: torch.device) -> int:
 
 def config_of(call: Call) -> Config:
     """The configuration for the call as it is given; where heads are packed as rows, ask for the packed call's."""
-    sees = visibility.sees(call.mask)
+    mask_kind = visibility.mask_kind(call.mask)
     return configure(
         call.q.dtype,
         call.head_dim,
         call.head_dim_v,
-        sees,
-        _queries(call, sees),
+        mask_kind,
+        _queries(call, mask_kind),
         call.seqlen_k,
         **changes.fields(call),
         bias_pairs=call.bias is not None and changes.in_pairs(call.bias),
@@ -62,11 +62,11 @@ def config_of(call: Call) -> Config:
     )
 
 
-def _queries(call: Call, sees: str) -> int:
+def _queries(call: Call, mask_kind: str) -> int:
     """Of a sequence, or of what it consists of, as `config.Choice` counts them."""
-    if sees == "rows":
+    if mask_kind == "varlen":
         return documents.longest_walk(call.mask)
-    if sees == "interval":
+    if mask_kind == "band":
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         return min(call.seqlen_q, hi - lo + 1)
     return call.seqlen_q
@@ -76,15 +76,15 @@ def _section(call: Call, config) -> int:
     """Heads whose tiles are mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, whose first
     tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
     """
-    if config.sees == "all":
+    if config.mask_kind == "full":
         return 1
     heads, keys = call.batch * call.heads_k, call.seqlen_k
-    if config.sees == "interval":
+    if config.mask_kind == "band":
         *_, lo, hi = band_of(call.mask, call.seqlen_q, call.seqlen_k)
         keys = min(keys, 2 * (hi - lo + 1))
     a_head = config.dtype.itemsize * keys * (config.head_dim + config.head_dim_v)
     least, most = SECTION_BYTES // a_head, MOST_SECTION_BYTES // a_head
-    least = max(2 if config.sees == "rows" else 1, least)  # documents are shorter than all of them
+    least = max(2 if config.mask_kind == "varlen" else 1, least)  # documents are shorter than all of them
     if least >= heads or heads % least == 0:
         return min(least, heads) * call.group
     return min(range(least, min(most, least + EXTRA_HEADS) + 1), key=lambda width: (-heads % width, -width), default=least) * call.group

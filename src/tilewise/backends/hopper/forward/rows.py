@@ -10,7 +10,7 @@ from torch import Tensor
 from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.hopper.stand_ins import Ints, StandIns
 from tilewise.backends.tables.documents import Offsets, found
-from tilewise.masks import Documents, Unread
+from tilewise.masks import DeviceDocuments, Documents
 from tilewise.sm90 import jit
 
 
@@ -46,7 +46,7 @@ def kernel(config) -> jit.Kernel:
     return jit.Kernel("tilewise.backends.hopper.forward.intervals:launch", arguments, found)
 
 
-def rows_of(mask: Documents | Unread, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
+def rows_of(mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, config, device: torch.device) -> Rows:
     """The rows of packed documents, as `found` finds them. Where cu_seqlens are bad and were not checked, rows still see existing keys only."""
     return found(mask, seqlen_q, seqlen_k, "rows", config, device, _rows)
 

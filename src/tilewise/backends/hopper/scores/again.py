@@ -228,7 +228,7 @@ def lse_of(pairs: cute.Tensor, stage: Int32, config: Constexpr) -> cute.Tensor:
 
 
 def short_of_registers(config) -> bool:
-    return config.natural or (config.softcap and config.sees in ("rows", "runs"))
+    return config.natural or (config.softcap and config.mask_kind in ("varlen", "tiles"))
 
 
 def weight(x: Float32, lse: Float32, scale_log2: Float32, config) -> Float32:

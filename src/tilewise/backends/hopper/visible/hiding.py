@@ -21,25 +21,25 @@ def keep(S: cute.Tensor, r: Constexpr[int], begin: Int32, end: Int32, hidden: Co
 
 @cute.jit
 def hide(
-    its, acc: cute.Tensor, tScS: cute.Tensor, column0: Int32, sees: Constexpr[str] = "interval", hidden: Constexpr[float] = 0.0,
+    its, acc: cute.Tensor, tScS: cute.Tensor, column0: Int32, mask_kind: Constexpr[str] = "band", hidden: Constexpr[float] = 0.0,
     first: Constexpr[int] = 0, last: Constexpr[int] = 0,
 ):  # fmt: skip
     """P = 0, or dS, for the pairs that are hidden, or whose key does not exist. P = 0 makes dS = 0 too, unless dP is NaN (repair/).
 
-    its.begin, its.end: (ROWS,) int32, the columns that see this thread's rows, or are seen by them; `sees` "all" or "causal" spares comparisons
+    its.begin, its.end: (ROWS,) int32, the columns that see this thread's rows, or are seen by them; `mask_kind` "full" or "causal" spares comparisons
     where rows are keys. column0: of the tile. `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.
     """
     P, at = fragments.by_rows(acc), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
         for c in range_constexpr(first, last or cute.size(P, mode=[1])):
-            P[r, c] = P[r, c] if shown(its, r, at[r, c][1], column0, sees) else Float32(hidden)
+            P[r, c] = P[r, c] if shown(its, r, at[r, c][1], column0, mask_kind) else Float32(hidden)
 
 
 @cute.jit
-def shown(its, r: Constexpr[int], column: Int32, column0: Int32, sees: Constexpr[str]) -> Boolean:
+def shown(its, r: Constexpr[int], column: Int32, column0: Int32, mask_kind: Constexpr[str]) -> Boolean:
     """Of a column of row r."""
-    if const_expr(sees == "all"):
+    if const_expr(mask_kind == "full"):
         return its.end[r] > 0
-    if const_expr(sees == "causal"):
+    if const_expr(mask_kind == "causal"):
         return column >= its.begin[r] - column0
     return column >= its.begin[r] - column0 and column < its.end[r] - column0

@@ -13,7 +13,7 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 class Walk(NamedTuple):
     """Tiles of keys [first, last) that a block of queries visits; those in [free_first, free_last) need no mask.
 
-    For "runs" these are runs of tiles, and they are visited from the first on; otherwise tiles, from the last on.
+    For "tiles" these are runs of tiles, and they are visited from the first on; otherwise tiles, from the last on.
 
     The blocks of a cluster load the same tiles, [loaded_first, loaded_last), and each leaves out those that are the others' alone.
     """
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a thread knows of its two rows: for "rows" the keys of each, [begin, end); for "runs" what they see of the tile at hand."""
+    """What a thread knows of its two rows: for "varlen" the keys of each, [begin, end); for "tiles" what they see of the tile at hand."""
 
     begin: cute.Tensor | None  # (ROWS,) int32
     end: cute.Tensor | None
@@ -46,10 +46,10 @@ class Seen(NamedTuple):
 def walk_of(block, band: Band, seqlen_q: Int32, seqlen_k: Int32, config: Constexpr) -> Walk:
     """block: of queries, from m0 on, of a head and a batch entry."""
     m0 = block.m0
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         span = band.tables.spans[band.tables.planes[block.batch, block.head], m0 // config.tile_m, None]
         return Walk(span[0], span[2], span[1], span[2], span[0], span[2])
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         walks, m_block = band.tables.walks, m0 // config.tile_m
         walk = walks[min(m_block, walks.shape[0] - 1), None]
         loaded_first, loaded_last = walk[0], walk[1]
@@ -79,11 +79,11 @@ def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k:
     """Tiles of keys [first, last) that hold all that any of the rows from m0 on sees; at least one, so that all blocks walk alike."""
     tile_n = config.tile_n
     first, last = Int32(0), cute.ceil_div(seqlen_k, tile_n)
-    if const_expr(config.sees != "all"):
+    if const_expr(config.mask_kind != "full"):
         top, bottom, begin, end = some_of(m0, rows, band)
         if top > bottom:
             end = begin
-        if const_expr(config.sees == "interval"):
+        if const_expr(config.mask_kind == "band"):
             first = min(max(begin, 0) // tile_n, last - 1)
         last = min(max(cute.ceil_div(max(end, 0), tile_n), first + 1), last)
     if const_expr(config.cluster > 1) and m0 >= seqlen_q:
@@ -94,12 +94,12 @@ def seen(m0: Int32, rows: Constexpr[int], band: Band, seqlen_q: Int32, seqlen_k:
 @cute.jit
 def seen_by_all(m0: Int32, band: Band, seqlen_q: Int32, seqlen_k: Int32, config):
     """Tiles of keys [first, last) of which every row of the tile from m0 on that exists sees everything; none where last <= first."""
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         return Int32(0), seqlen_k // config.tile_n
     begin, end = all_of(m0, config.tile_m, band)
     if m0 < band.q0 or min(m0 + config.tile_m, seqlen_q) > band.q1:
         end = begin
-    if const_expr(config.sees == "causal"):
+    if const_expr(config.mask_kind == "causal"):
         return Int32(0), max(end, 0) // config.tile_n
     return cute.ceil_div(max(begin, 0), config.tile_n), max(end, 0) // config.tile_n
 
@@ -112,9 +112,9 @@ def run_of(index: Int32, band: Band) -> Run:
 
 @cute.jit
 def rows_of(band: Band, tScS: cute.Tensor, m0: Int32, config) -> Seen:
-    """For "rows": what a unit's rows see. tScS: (row, column) of each number of S."""
+    """For "varlen": what a unit's rows see. tScS: (row, column) of each number of S."""
     begin, end = None, None
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
         at = fragments.by_rows(tScS)
         for r in range_constexpr(fragments.ROWS):
@@ -125,7 +125,7 @@ def rows_of(band: Band, tScS: cute.Tensor, m0: Int32, config) -> Seen:
 
 @cute.jit
 def bits_of(band: Band, ref: Int32, tScS: cute.Tensor, m0: Int32, n0: Int32, config) -> Seen:
-    """For "runs": what the tile's rows see."""
+    """For "tiles": what the tile's rows see."""
     bits = cute.make_rmem_tensor(fragments.ROWS, Int32)
     at = fragments.by_rows(tScS)
     if ref >= 0:
@@ -161,9 +161,9 @@ def mask_of(first: Int32, count: Int32) -> Int32:
 @cute.jit
 def keys_of(row: Int32, band: Band, config):
     """The keys [begin, end) that a row sees, where they are an interval."""
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         return Int32(0), band.k1
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         return band.tables.rows[0, row], band.tables.rows[1, row]
     return interval(row, band)
 
@@ -191,14 +191,14 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band
 @cute.jit
 def places_seen(r: Constexpr[int], row: Int32, first: Int32, band: Band, seen: Seen, config: Constexpr) -> Int32:
     """Which of the thread's numbers of its row r are seen, a bit each; `first` is the key of its first."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return seen.bits[r]
-    if const_expr(config.sees == "all"):
+    if const_expr(config.mask_kind == "full"):
         return places_of(None, band.k1 - first)
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         return places_of(seen.begin[r] - first, seen.end[r] - first)
     begin, end = interval(row, band)
-    return places_of(None if const_expr(config.sees == "causal") else begin - first, end - first)
+    return places_of(None if const_expr(config.mask_kind == "causal") else begin - first, end - first)
 
 
 @cute.jit

@@ -1,6 +1,6 @@
 """Of the backward pass: which keys a query sees and which queries see a key, and the tiles that blocks of either visit: tables.py.
 
-For "runs" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
+For "tiles" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
 """
 
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Visit(NamedTuple):
 class Walk(NamedTuple):
     """Tiles of queries [first, last) that a block of keys visits, from `start` on; those in [free_first, free_last) need no mask.
 
-    For "runs" these are the visits of a query head (walk_of_head), and so of its group where all of it sees the same.
+    For "tiles" these are the visits of a query head (walk_of_head), and so of its group where all of it sees the same.
     """
 
     start: Int32
@@ -42,16 +42,16 @@ class Walk(NamedTuple):
 
 @cute.jit
 def keys_of(row: Int32, band: Band, config: Constexpr):
-    """[begin, end) of the keys that a query sees, which may lie beyond the last one; for "runs" those that it may see."""
-    if const_expr(config.sees == "rows"):
+    """[begin, end) of the keys that a query sees, which may lie beyond the last one; for "tiles" those that it may see."""
+    if const_expr(config.mask_kind == "varlen"):
         return interval_in(band.tables.keys, row)
     return interval(row, band)
 
 
 @cute.jit
 def queries_of(key: Int32, band: Band, config: Constexpr):
-    """[begin, end) of the queries that see a key, which may lie beyond the last one; for "runs" those that may see it."""
-    if const_expr(config.sees == "rows"):
+    """[begin, end) of the queries that see a key, which may lie beyond the last one; for "tiles" those that may see it."""
+    if const_expr(config.mask_kind == "varlen"):
         return interval_in(band.tables.queries, key)
     return interval(key, transposed(band))
 
@@ -81,7 +81,7 @@ def interval_in(ends: cute.Tensor, at: Int32):
 @cute.jit
 def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr) -> Boolean:
     """Whether a query sees any key."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return band.tables.seeing[band.tables.planes[batch, head], row] != 0
     begin, end = keys_of(row, band, config)
     return begin < end
@@ -89,8 +89,8 @@ def sees_any(row: Int32, head: Int32, batch: Int32, band: Band, config: Constexp
 
 @cute.jit
 def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) -> Walk:
-    """A block's walk for one query head: for "runs" every head has its own."""
-    if const_expr(config.sees == "runs"):
+    """A block's walk for one query head: for "tiles" every head has its own."""
+    if const_expr(config.mask_kind == "tiles"):
         plane, n_block = band.tables.planes[block.batch, head], block.n0 // config.tile_n
         first, last = band.tables.spans[plane, n_block, 0], band.tables.spans[plane, n_block, 1]
         return Walk(first, Int32(1), first, last, first, first)
@@ -99,20 +99,20 @@ def walk_of_head(walk: Walk, block, head: Int32, band: Band, config: Constexpr) 
 
 def walks_of(block, group: Int32, config) -> tuple[Int32, Int32]:
     """[begin, end): for each of these a block of keys has a walk, beginning with this head of the group."""
-    if config.heads_apart:
+    if config.block_per_q_head:
         return block.member, block.member + 1
-    return 0, group if config.planes_apart else 1
+    return 0, group if config.q_heads_in_turn else 1
 
 
-def abreast(group: Int32, config) -> Int32:
+def heads_per_step(group: Int32, config) -> Int32:
     """Heads that visit every tile of a walk together."""
-    return 1 if config.heads_apart or config.planes_apart else group
+    return 1 if config.block_per_q_head or config.q_heads_in_turn else group
 
 
 @cute.jit
 def next_in(place: Int32, walk: Walk, config: Constexpr) -> Int32:
     """The place after this one."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return place + 1
     return place + walk.step
 
@@ -120,7 +120,7 @@ def next_in(place: Int32, walk: Walk, config: Constexpr) -> Int32:
 @cute.jit
 def tile_at(place: Int32, band: Band, config: Constexpr) -> Int32:
     """The tile of queries at a place of a walk."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return band.tables.visits[place, 0]
     return place
 
@@ -138,10 +138,10 @@ def hide_in(
     tile, acc: cute.Tensor, n0: Int32, stage: Int32, m_block: Int32, masked: Boolean, hidden: Constexpr[float], config: Constexpr
 ):  # fmt: skip
     """What a tile of queries hides of S^T of the keys from n0 on. `hidden`: as in `hide`."""
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         hide_unseen(acc, visit_in(tile.visits, stage), n0, tile.band.tables.bitmaps, tile.band.tables.bands, hidden)
     elif masked:
-        hide(tile, acc, tile.tScS, m_block * config.tile_m, config.sees, hidden)
+        hide(tile, acc, tile.tScS, m_block * config.tile_m, config.mask_kind, hidden)
 
 
 @cute.jit
@@ -202,7 +202,7 @@ def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: KeyTables) ->
 
 @cute.jit
 def shows(query: Int32, key: Int32, head: Int32, batch: Int32, band: Band, config: Constexpr) -> Boolean:
-    """Whether a query sees a key, for "runs"."""
+    """Whether a query sees a key, for "tiles"."""
     tables = band.tables
     found, (visited, there) = Boolean(False), visit_of(query // config.tile_m, key // config.tile_n, tables.planes[batch, head], tables)
     if visited:

@@ -30,7 +30,7 @@ class Config(ScoreChanges):
     """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores/ goes by."""
 
     dtype: torch.dtype
-    sees: Literal["band", "rows", "runs"]  # as in visible/, but any single band
+    mask_kind: Literal["band", "varlen", "tiles"]  # as in visible/, but any single band
     bias_pairs: bool
     rows: bool  # the bias has a row for each query
     whole: bool  # dB is written in the bias's dtype, not in fp32 for the host to sum up
@@ -42,7 +42,7 @@ class Config(ScoreChanges):
     sink: bool = False
 
     @property
-    def dq_apart(self) -> bool:
+    def separate_dq_kernel(self) -> bool:
         """No: there is no dQ, so tables for its kernel are not wanted."""
         return False
 
@@ -102,16 +102,16 @@ def by_rows(call: Call) -> bool:
 
 def config_of(call: Call, rows: bool, whole: bool) -> Config:
     """`whole`: dB needs no last sum."""
-    sees = "rows" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "runs"
+    mask_kind = "varlen" if documents.by_rows(call.mask) else "band" if call.mask.kind in ("full", "band") else "tiles"
     chunks, chunks_v = (-(-x.shape[-1] // COLUMNS) for x in (call.q, call.v))
     shape = {"rows": rows, "whole": whole, "chunks": chunks, "chunks_v": chunks_v}
-    return Config(dtype=call.q.dtype, sees=sees, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
+    return Config(dtype=call.q.dtype, mask_kind=mask_kind, bias_pairs=changes.in_pairs(call.bias), **shape, **changes.fields(call))
 
 
 def kernels(call: Call) -> list[jit.Kernel]:
     """For every shape that the bias may have."""
     configs = [config_of(call, rows, whole) for rows in (True, False) for whole in (True, False)]
-    ahead = [backward_tables.kernel(configs[0])] if configs[0].sees == "rows" else []
+    ahead = [backward_tables.kernel(configs[0])] if configs[0].mask_kind == "varlen" else []
     return [*ahead, *(jit.Kernel(LAUNCH, arguments, config) for config in configs)]
 
 
@@ -125,7 +125,7 @@ def bind(call: Call, multiprocessors: int) -> Callable[[Given, Scratch, Changes]
     parts, like, empty = parts_of(call, multiprocessors), call.bias, short.allocator(call.bias.device)
     config = config_of(call, by_rows(call), parts == 1)
     band = Band(
-        *band_of(call.mask if config.sees == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
+        *band_of(call.mask if config.mask_kind == "band" else Full(), call.seqlen_q, call.seqlen_k), backward_tables.of_call(call, config)
     )
     band = short.as_operand(band, call.q.is_cuda)
     kernel, shift, shape, dtype = jit.compiled(LAUNCH, arguments, config), call.seqlen_k - call.seqlen_q, (parts, *like.shape), like.dtype

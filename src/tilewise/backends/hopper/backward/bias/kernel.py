@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 class Item(NamedTuple):
     block: Block
-    ref: Int32  # for "runs": how it is masked, as in queries.Visit; NONE where no query sees a key
+    ref: Int32  # for "tiles": how it is masked, as in queries.Visit; NONE where no query sees a key
 
 
 class Rows(NamedTuple):
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
     lse: cute.Tensor  # +inf for one that sees nothing, or does not exist
     minus_delta: cute.Tensor
-    begin: cute.Tensor  # of the keys that it sees, less n0; not for "runs"
+    begin: cute.Tensor  # of the keys that it sees, less n0; not for "tiles"
     end: cute.Tensor
 
 
@@ -176,7 +176,7 @@ def sum_of(number: Int32, tensors: BiasTensors, band: Band, config: Constexpr[Co
     n_block, number = number % n_blocks, number // n_blocks
     heads_b, batch_b = tensors.dB.shape[2], tensors.dB.shape[1]
     first, last = Int32(0), m_blocks
-    if const_expr(config.sees != "runs"):
+    if const_expr(config.mask_kind != "tiles"):
         first, last = visiting(n_block, band, config)
     m_block = first
     if const_expr(config.rows):
@@ -194,7 +194,7 @@ def sum_of(number: Int32, tensors: BiasTensors, band: Band, config: Constexpr[Co
 @cute.jit
 def visiting(n_block: Int32, band: Band, config: Constexpr[Config]):
     """[first, last) of the tiles of queries, some of which see keys of a block."""
-    if const_expr(config.sees == "rows"):
+    if const_expr(config.mask_kind == "varlen"):
         first, last = band.tables.walks[n_block, 0], band.tables.walks[n_block, 1]
         return first, max(first, last)
     return tiles_seen(n_block * config.tile_n, config.tile_n, config.tile_m, transposed(band))
@@ -224,7 +224,7 @@ def item(place: Place, total: Sum, tensors: BiasTensors, band: Band, config: Con
     batch, head, m_block, ref = place.batch, place.head, total.m_block, Int32(UNMASKED)
     if const_expr(not config.rows):  # else it stays the same, and what follows from it need not be worked out again
         m_block += place.tile
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         find = ref_of if const_expr(config.rows) else visit_at
         m_block, ref = find(m_block, total.n0 // config.tile_n, batch, head, band)
     return Item(Block(m_block * config.tile_m, head, head // group, batch), ref)
@@ -421,7 +421,7 @@ def rows_of(its: Item, n0: Int32, tScS: cute.Tensor, tensors: BiasTensors, band:
         rows.lse[r], rows.minus_delta[r], rows.begin[r], rows.end[r] = Float32.inf, Float32(0.0), Int32(0), Int32(0)
         if row < tensors.Q.shape[1]:
             rows.lse[r], rows.minus_delta[r] = tensors.lse[block.batch, block.head, row], tensors.minus_delta[block.batch, block.head, row]
-        if const_expr(config.sees != "runs"):
+        if const_expr(config.mask_kind != "tiles"):
             begin, end = keys_of(row, band, config)
             rows.begin[r], rows.end[r] = begin - n0, end - n0
     return rows
@@ -431,7 +431,7 @@ def rows_of(its: Item, n0: Int32, tScS: cute.Tensor, tensors: BiasTensors, band:
 def sees_all(its: Item, rows: Rows, keys: Int32, config: Constexpr[Config]) -> Boolean:
     """Whether both queries see all keys of the tile, of which there are as many."""
     seen = rows.lse[0] != Float32.inf and rows.lse[1] != Float32.inf
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         return seen and its.ref == UNMASKED
     last = min(keys, config.tile_n)
     return seen and max(rows.begin[0], rows.begin[1]) <= 0 and min(rows.end[0], rows.end[1]) >= last
@@ -441,7 +441,7 @@ def sees_all(its: Item, rows: Rows, keys: Int32, config: Constexpr[Config]) -> B
 def hide_pairs(acc_dS: cute.Tensor, tScS: cute.Tensor, its: Item, n0: Int32, rows: Rows, band: Band, config: Constexpr[Config]):
     """dS = 0 for the pairs that are hidden or do not exist."""
     dS, at, m0 = fragments.by_rows(acc_dS), fragments.by_rows(tScS), its.block.m0
-    if const_expr(config.sees != "runs"):
+    if const_expr(config.mask_kind != "tiles"):
         hide(rows, acc_dS, tScS, Int32(0))
     else:
         if its.ref >= 0:

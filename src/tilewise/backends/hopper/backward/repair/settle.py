@@ -99,13 +99,13 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, looks:
             everywhere = entry.of == OF_DK or is_nan(at.lse[query])
             rows = Int32(0)  # bits of the rows that the query is seen by
             for half in range_constexpr(2):
-                sees = (query >= entry.begin[half]) & (query < entry.end[half])
-                if const_expr(config.sees == "runs"):  # noqa: SIM102
-                    if sees:
-                        sees = shows(query, row_of(entry.row0, half), at.which.head, at.which.batch, band, config)
+                mask_kind = (query >= entry.begin[half]) & (query < entry.end[half])
+                if const_expr(config.mask_kind == "tiles"):  # noqa: SIM102
+                    if mask_kind:
+                        mask_kind = shows(query, row_of(entry.row0, half), at.which.head, at.which.batch, band, config)
                 if const_expr(config.bias is not None):
-                    sees = sees & (at.lse[query] != Float32.inf)
-                rows |= bit(sees, EIGHT * half)
+                    mask_kind = mask_kind & (at.lse[query] != Float32.inf)
+                rows |= bit(mask_kind, EIGHT * half)
             for step in cutlass.range(cute.size(holes), unroll=1):
                 found = Int32(OF_ROW)
                 if not everywhere:

@@ -140,7 +140,7 @@ def pairs_of(
     lane, weights, shown = arch.lane_idx(), cute.make_rmem_tensor(EIGHT, Float32), Int32(0)
     weights.fill(0.0)
     by_keys, visited, ref = entry.of != OF_DQ, Boolean(True), Int32(0)
-    if const_expr(config.sees == "runs"):
+    if const_expr(config.mask_kind == "tiles"):
         query0, key0 = other0 if by_keys else entry.row0, entry.row0 if by_keys else other0
         plane = band.tables.planes[at.which.batch, at.which.head]
         visited, there = visit_of(query0 // config.tile_m, key0 // config.tile_n, plane, band.tables)
@@ -155,7 +155,7 @@ def pairs_of(
             half, row, other = const_expr(i // 2 % 2), row_of(entry.row0, i // 2 % 2), other0 + i // 4 * EIGHT + lane % QUAD * 2 + i % 2
             query, key = either_row(by_keys, other, row), either_row(by_keys, row, other)
             seen = (other >= entry.begin[half]) & (other < entry.end[half])
-            if const_expr(config.sees == "runs"):  # noqa: SIM102
+            if const_expr(config.mask_kind == "tiles"):  # noqa: SIM102
                 if seen:
                     seen = shows_in(ref, query, key, band.tables, config)
             if const_expr(config.bias is not None):
