@@ -354,8 +354,7 @@ def _appended_to(asked: decode_operator.Operands, written: append_operator.Opera
 
 def _to_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int | None, places: Places,
-    turn: RotaryArgs, check: bool,
-    share: Share | None = None,
+    turn: RotaryArgs, check: bool, share: Share | None = None,
 ) -> append_operator.Operands:  # fmt: skip
     """What `append` is asked for, whose shapes, dtypes and devices are checked."""
     page_table, cache_batch_idx, cu_seqlens = places
