@@ -62,8 +62,18 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, return_max_logits: bool = False, **options: Unpack[AttentionOptions]
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -89,7 +99,7 @@ def attention(
     return_max_logits: bool = False,
     out: Tensor | None = None,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Exact attention, `O = softmax(mask(s)) V` with `s = softcap * tanh(scale * Q K^T / softcap) + bias + alibi` (docs/algorithm.md, Eq. 1-3).
 
     Args:
@@ -142,7 +152,7 @@ def attention(
     A UserWarning, once, where q and k have more heads than tokens: SDPA's layout has heads first.
     """
     if unknown:
-        errors.check_words("attention", unknown, attention.__kwdefaults__)
+        errors.check_words("attention", unknown, attention.__kwdefaults__ or {})
     sink = one_sink(sink)
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(bias, alibi_slopes, sink, None, None, None, q_scale, k_scale, v_scale)
@@ -179,6 +189,7 @@ def attention(
         return known(*tensors, extras._replace(rng=given.rng))
     o, lse, row_max = operator.attend(given, out)
     if return_max_logits:
+        assert row_max is not None
         largest = _largest(row_max)
         return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o
@@ -195,7 +206,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options) -> Explanation:
     Raises:
         ShapeError, ValueError, UnsupportedError: as `attention` would.
     """
-    known = attention.__kwdefaults__
+    known = attention.__kwdefaults__ or {}
     if unknown := options.keys() - known.keys():
         meant = "".join(f" ({name}= is {errors.WORDS[name]} here)" for name in sorted(unknown) if name in errors.WORDS)
         raise ValueError(f"explain got unknown options {sorted(unknown)}{meant}; it takes those of attention: {', '.join(known)}")
@@ -408,7 +419,7 @@ def combine(causal: bool, mask: Mask | Mapping | None) -> Mask:
     return mask & Causal() if causal else mask
 
 
-def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v and a bias that is not fp32, in the dtype of a surrounding torch.autocast region, as torch casts for its own attention."""
     if not isinstance(q, Tensor) or q.is_meta or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, bias

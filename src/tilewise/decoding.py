@@ -147,7 +147,7 @@ def decode(
             lie, tensors that require grad.
     """
     if unknown:
-        check_words("decode", unknown, decode.__kwdefaults__)
+        check_words("decode", unknown, decode.__kwdefaults__ or {})
     share, sink, others_sink = None, one_sink(sink), None
     if cp_world != 1 or cp_rank != 0 or cp_interleave != 1:
         share = share_of(cp_rank, cp_world, cp_interleave)
@@ -353,8 +353,8 @@ def _appended_to(asked: decode_operator.Operands, written: append_operator.Opera
 
 
 def _to_append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int, places: Places, turn: RotaryArgs, check: bool,
-    share: Share | None = None,
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int | None, places: Places,
+    turn: RotaryArgs, check: bool, share: Share | None = None,
 ) -> append_operator.Operands:  # fmt: skip
     """What `append` is asked for, whose shapes, dtypes and devices are checked."""
     page_table, cache_batch_idx, cu_seqlens = places
@@ -472,7 +472,7 @@ def scale_of(name: str, scale: Tensor, cache: Tensor, batch: int, other: str) ->
     return scale.float()
 
 
-def _check_dense(mask: Mask, q: Tensor, batch: int, capacity: int) -> None:
+def _check_dense(mask: Mask | None, q: Tensor, batch: int, capacity: int) -> None:
     """A mask that holds a dense tensor: nothing else, over the whole capacity, and for q's rows, packed or not, and heads."""
     if not isinstance(mask, Dense):
         raise UnsupportedError(
@@ -531,9 +531,8 @@ def _check_tree(tree: Tensor, batch: int, q: Tensor, other: str) -> None:
 
 def share_of(cp_rank: int, cp_world: int, cp_interleave: int) -> Share | None:
     """What a rank holds, its numbers checked; None where that is everything."""
-    rank, world, interleave = (
-        check_count(*x) for x in (("cp_rank", cp_rank), ("cp_world", cp_world, 1), ("cp_interleave", cp_interleave, 1))
-    )
+    rank, world = check_count("cp_rank", cp_rank), check_count("cp_world", cp_world, 1)
+    interleave = check_count("cp_interleave", cp_interleave, 1)
     if rank >= world or max(world, interleave) > INT32 or world * interleave > INT32:
         raise ValueError(f"cp_rank must be below cp_world, and cp_world * cp_interleave fit 32 bits, got {rank}, {world}, {interleave}")
     return None if world == 1 else Share(rank, world, interleave)

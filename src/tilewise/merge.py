@@ -48,7 +48,8 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Te
             )
     weight, lse = weights(torch.stack(tuple(lses)))
     weight = weight.transpose(-1, -2).unsqueeze(-1)
-    o = sum(w * torch.where(w == 0, 0.0, part) for w, part in zip(weight, outputs, strict=True))
+    weighted = (w * torch.where(w == 0, 0.0, part) for w, part in zip(weight, outputs, strict=True))
+    o = sum(weighted, 0 + next(weighted))
     return o.to(outputs[0].dtype), lse
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import attrgetter, itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.masks import DeviceDocuments, Mask, Part
 
 INT32 = 2**31 - 1
+Values = TypeVar("Values", np.int64, np.ndarray, Tensor)
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
 
 
@@ -32,7 +33,8 @@ class Dropout(NamedTuple):
 
     def drawn_by(self, rng: Tensor) -> "Dropout":
         """With the random state of another call, (2,) int64 on the CPU: seed and offset."""
-        return Dropout(self.p, *rng.tolist(), self.part)
+        seed, offset = rng.tolist()
+        return Dropout(self.p, seed, offset, self.part)
 
     def rows(self, device: torch.device | str) -> Tensor | None:
         """i of each query, (seqlen_q,) int64; None where they are 0, 1, ..."""
@@ -42,7 +44,10 @@ class Dropout(NamedTuple):
 
     def heads(self, heads_q: int) -> tuple[int, int]:
         """h of the first query head, and how many heads there are, of which the call has heads_q."""
-        return (0, heads_q) if self.part is None or self.part.heads is None else self.part.heads[::2]
+        if self.part is None or self.part.heads is None:
+            return 0, heads_q
+        first, _, every = self.part.heads
+        return first, every
 
 
 class Share(NamedTuple):
@@ -54,6 +59,10 @@ class Share(NamedTuple):
     world: int
     interleave: int
 
+    @overload
+    def held(self, tokens: int) -> int: ...
+    @overload
+    def held(self, tokens: Values) -> Values: ...
     def held(self, tokens):
         """How many of a sequence's first `tokens` tokens the rank holds, below 0 none; of an array or a tensor, whose values stay where they are."""
         if isinstance(tokens, int):
@@ -276,7 +285,7 @@ class DecodeCall:
     def tensors(self) -> "DecodeTensors":
         """Its tensors, as those of a call of `decode` whose new tokens are written."""
         cos, sin, _ = self.rotary or (None, None, None)
-        return DecodeTensors(*_of_call(self), None, None, cos, sin)
+        return DecodeTensors(*_of_call(self), rotary_cos=cos, rotary_sin=sin)
 
     @property
     def like(self) -> "DecodeCall":
@@ -288,7 +297,7 @@ class DecodeCall:
         found = self.__dict__.copy()
         found.update(zip(OF_CALL, given, strict=False), seqlens=seqlens)
         if self.rotary is not None:
-            found["rotary"] = Rotary(*_rotary_of(given), self.rotary.interleaved)
+            found["rotary"] = Rotary._make((*_rotary_of(given), self.rotary.interleaved))
         other = object.__new__(type(self))  # as `dataclasses.replace`, in a fifth of its time
         object.__setattr__(other, "__dict__", found)
         return other

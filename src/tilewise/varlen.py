@@ -9,7 +9,7 @@ from tilewise import errors
 from tilewise.api import INDEX_DTYPES, autocast, check_out, check_returns, combine, documents, eight_bits, largest_of_documents, operands
 from tilewise.decoding import OF_CACHES, decode, share_of
 from tilewise.errors import ShapeError, UnsupportedError, check_words
-from tilewise.keywords import VarlenOptions
+from tilewise.keywords import DecodeOptions, VarlenOptions
 from tilewise.masks import Full, Mask
 from tilewise.problem import Extras, one_sink
 from tilewise.runtime import call_cache, operator
@@ -78,9 +78,21 @@ def attention_varlen(
     cu_seqlens_k: Tensor | None = None,
     *,
     return_lse: bool = False,
+    return_max_logits: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: bool = False,
     return_max_logits: bool = False,
     **options: Unpack[VarlenOptions],
-) -> Tensor | tuple[Tensor, ...]: ...
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -114,7 +126,7 @@ def attention_varlen(
     cp_world: int = 1,
     cp_interleave: int = 1,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """`attention` over packed sequences: document d owns the queries `cu_seqlens_q[d]:cu_seqlens_q[d + 1]` and the keys likewise.
 
     Equal to a loop of `attention` over the documents but for rounding, with `precision` to within its error; `causal` and `mask` apply within each
@@ -152,7 +164,7 @@ def attention_varlen(
         ShapeError, ValueError, UnsupportedError: as `attention`, and for cu_seqlens that decrease, start or end elsewhere.
     """
     if unknown:
-        check_words("attention_varlen", unknown, attention_varlen.__kwdefaults__)
+        check_words("attention_varlen", unknown, attention_varlen.__kwdefaults__ or {})
     sink = one_sink(sink)
     options = Options(causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse)
     tensors, extras = (q, k, v), Extras(None, alibi_slopes, sink, None, cu_seqlens_q, cu_seqlens_k, q_scale, k_scale, v_scale)
@@ -163,17 +175,17 @@ def attention_varlen(
             extras = extras._replace(rng=operator.random_state(dropout_seed, dropout_offset))
         return known(q, k, v, extras)
     errors.check_flag("batch_invariant", batch_invariant)
-    shared = {"cp_rank": cp_rank, "cp_world": cp_world, "cp_interleave": cp_interleave}
     if page_table is not None:
         lacking = {"bias": bias is not None, "dropout_p": dropout_p != 0.0, "return_max_logits": return_max_logits is not False}
         lacking |= {"precision": precision is not None, "q_scale": q_scale is not None}
         _check_paged((q, k, v), cu_seqlens_q, cu_seqlens_k, seqused_k, [name for name, given in lacking.items() if given])
         errors.check_flag("deterministic", deterministic)
-        where = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
-        scores = {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
-        scores["split"] = SPLIT if batch_invariant else None
-        return decode(q, k, v, **where, **scores, **shared, k_scale=k_scale, v_scale=v_scale, backend=backend, return_lse=return_lse)
-    if share_of(**shared) is not None:
+        asked: DecodeOptions = {"cu_seqlens_q": cu_seqlens_q, "cache_seqlens": seqused_k, "page_table": page_table, "out": out}
+        asked |= {"causal": causal, "mask": mask, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes, "sink": sink}
+        asked |= {"k_scale": k_scale, "v_scale": v_scale, "backend": backend, "split": SPLIT if batch_invariant else None}
+        asked |= {"cp_rank": cp_rank, "cp_world": cp_world, "cp_interleave": cp_interleave}
+        return decode(q, k, v, return_lse=return_lse, **asked)
+    if share_of(cp_rank, cp_world, cp_interleave) is not None:
         raise UnsupportedError(
             "cp_world needs page_table=, whose pages hold a rank's share; tilewise.distributed.attention shares out packed keys"
         )
@@ -181,6 +193,7 @@ def attention_varlen(
     errors.check_qkv(q, k, v, packed=True)
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         errors.check_tensor(name, cu, ("documents + 1",), INDEX_DTYPES)
+    assert cu_seqlens_k is not None
     errors.check_size("cu_seqlens_k", "length", cu_seqlens_k.shape[0], cu_seqlens_q.shape[0], "cu_seqlens_q")
     if isinstance(mask, Mapping):
         raise ValueError(
@@ -214,6 +227,7 @@ def attention_varlen(
     # squeezed, because gradients of that are views; those of o[0] would be copied into zeros
     o, lse = o.squeeze(0) if out is None else out, lse.squeeze(0)
     if return_max_logits:
+        assert row_max is not None
         largest = largest_of_documents(row_max.squeeze(0), cu_seqlens_q)
         return (o, lse, largest) if return_lse else (o, largest)
     return (o, lse) if return_lse else o

@@ -24,7 +24,7 @@ def attend(plan: Plan, given: operator.Operands) -> tuple[Tensor, Tensor]:
 
 def differentiate(
     plan: Plan, o: Tensor, lse: Tensor, d_o: Tensor, given: operator.Operands, d_lse: Tensor | None, bias_grad: bool
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """dQ, dK, dV, dBias and dSink; dK and dV in fp32 where the backend can."""
     bound = _bound(plan, given)
     if bound is None:
@@ -35,7 +35,7 @@ def differentiate(
 
 def _bound(plan: Plan, given: operator.Operands) -> Bound | None:
     """What serves calls like this one; None where it depends on what a mask's tensors hold, or anything but autograd takes part in it."""
-    tensors = given[: operator.TENSORS]
+    tensors: tuple = given[: operator.TENSORS]
     if given.mask_tensors or given.diagonal is not None or operator.traced() or plain.needs_dispatch(tensors):
         return None
     known = plan.state.setdefault("bound", {})

@@ -128,7 +128,7 @@ def attention(
         raise UnsupportedError(f"with most_bytes={most_bytes} keys come in {pieces[1]} parts, in which dropout is not counted; give more")
     options = Options(scale, softcap, (dropout_p, dropout_seed, dropout_offset), deterministic, backend, *pieces)
     o, lse = _Attention.apply(q, k, v, bias, sink, alibi_slopes, plan, options)
-    if placed is not None:
+    if placed is not None and like is not None:
         o = placed(o, like)
     return (o, lse) if return_lse else o
 
@@ -205,16 +205,18 @@ class _Attention(torch.autograd.Function):
             if queries.shape[1]:
                 given = _operands(queries, keys, values, bias, sink, slopes, plan, options, piece)._replace(grad=True)
                 mine, heads = _of_stage(plan, options, piece.stage)
-                statistics = (None if x is None else x[:, mine].contiguous() for x in (lse, d_lse))
-                stage_lse, stage_d_lse = statistics
+                stage_lse, stage_d_lse = lse[:, mine].contiguous(), None if d_lse is None else d_lse[:, mine].contiguous()
                 results = bound.differentiate(plan, o[:, :, mine], stage_lse, d_o[:, :, mine], given, stage_d_lse, bias_grad)
-                dq[:, :, mine] = results[0] if piece.begins else dq[:, :, mine] + results[0]
+                stage_dq, dk, dv, stage_d_bias, stage_d_sink = results
+                dq[:, :, mine] = stage_dq if piece.begins else dq[:, :, mine] + stage_dq
                 if d_bias is not None:
+                    assert stage_d_bias is not None
                     of_heads = d_bias if d_bias.shape[1] == 1 else d_bias[:, heads]
-                    (of_heads if piece.part is None else of_heads[..., slice(*piece.part)]).add_(results[3])
+                    (of_heads if piece.part is None else of_heads[..., slice(*piece.part)]).add_(stage_d_bias)
                 if d_sink is not None and piece.begins:
-                    d_sink[heads] = results[4]
-                back.send(piece, results[1], results[2])
+                    assert stage_d_sink is not None
+                    d_sink[heads] = stage_d_sink
+                back.send(piece, dk, dv)
             else:
                 back.send(piece, torch.zeros_like(keys), torch.zeros_like(values))
         return _from_group(dq.to(queries.dtype), like, plan), *back.received(), d_bias, d_sink, None, None, None
@@ -279,6 +281,7 @@ def _keys(k: Tensor, v: Tensor, plan: Plan, options: Options) -> Iterator[tuple[
     ways = [(plan.routes_of_keys(k.device, each.part), plan.head_slices(plan.heads[1], each.stage, options.stages)) for each in pieces]
     ahead = begin(packed, *ways[0], plan.place.group)
     for n, piece in enumerate(pieces):
+        assert ahead is not None
         now, ahead = ahead, None if n == len(pieces) - 1 else begin(packed, *ways[n + 1], plan.place.group)
         first, last = piece.part or (0, plan.k.length)
         whole = finish(now, packed, *ways[n], last - first).transpose(0, 1)

@@ -36,10 +36,11 @@ def survey(mask: Mask, edges: ndarray, seqlen_k: int, batch: int, heads: int) ->
     load, needs = np.zeros(n, np.int64), [np.zeros((0, 3), np.int64)]
     seen: dict[int, tuple[ndarray, ndarray]] = {}
     for plane in mask.planes(seqlen_q, seqlen_k, batch, heads):
-        if id(plane.region) not in seen:
-            seen[id(plane.region)] = found = (_of_bands if isinstance(plane.region, Bands) else _of_bits)(plane.region, edges)
+        region = plane.region
+        if id(region) not in seen:
+            seen[id(region)] = found = _of_bands(region, edges) if isinstance(region, Bands) else _of_bits(region, edges)
             needs.append(found[1])
-        load += seen[id(plane.region)][0] * len(plane.batch) * len(plane.heads)
+        load += seen[id(region)][0] * len(plane.batch) * len(plane.heads)
     return Work(edges, load, *united(*np.concatenate(needs).T))
 
 

@@ -150,7 +150,7 @@ def identity(tensor: Tensor) -> bytes | tuple[int, ...]:
 def _once(tensor: Tensor, read: Callable[[], Any]) -> Any:
     """What `read` gives, kept until the tensor is written to."""
     version = None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
-    seen, found = _READ.get(tensor, (None, None))
+    seen, found = _READ.get(tensor) or (None, None)
     if version is None or seen != version:
         check_capture(
             tensor, "a mask that holds a tensor", "call once before the capture, which then keeps the tensor's values of that time"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -160,9 +161,13 @@ class Documents(Mask):
     tensor); keys follow the queries where cu_seqlens_k is None. Tokens beyond the last document see nothing and are seen by nobody.
     """
 
-    cu_seqlens_q: Integers
-    cu_seqlens_k: Integers | None = None
+    cu_seqlens_q: tuple[int, ...]
+    cu_seqlens_k: tuple[int, ...] | None = None
     inner: Mask | None = None
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(self, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None = None, inner: Mask | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         cu_q = cu_seqlens("cu_seqlens_q", self.cu_seqlens_q)
@@ -245,7 +250,7 @@ class DeviceDocuments(Mask):
 
     def longest(self) -> int:
         """Queries of the longest document as the tensor was when it was last checked; 0 where it never was."""
-        return _ENDS.get(self.cu_seqlens_q, (None, 0, 0))[2]
+        return (_ENDS.get(self.cu_seqlens_q) or (None, 0, 0))[2]
 
     def _check_used(self) -> None:
         """Raise ShapeError unless as many keys as are used are there; read once, and again after a write."""
@@ -316,7 +321,7 @@ def _last(name: str, tensor: Tensor) -> int:
     if latest() is tensor and seen == (tensor._version, tensor.data_ptr()):
         return end
     version = _version(tensor)
-    seen, end, _ = _ENDS.get(tensor, (None, 0, 0))
+    seen, end, _ = _ENDS.get(tensor) or (None, 0, 0)
     if version is None or seen != version:
         ends = cu_seqlens(name, tensor)
         end = ends[-1]
@@ -378,7 +383,11 @@ class PerHead(Mask):
     The ranges cover heads 0 .. heads_q - 1 exactly once.
     """
 
-    masks: Mapping[tuple[int, int], Mask] | Sequence[tuple[tuple[int, int], Mask]]
+    masks: tuple[tuple[tuple[int, int], Mask], ...]
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(self, masks: Mapping[tuple[int, int], Mask] | Sequence[tuple[tuple[int, int], Mask]]) -> None: ...
 
     def __post_init__(self) -> None:
         masks = tuple(by_heads(self.masks))

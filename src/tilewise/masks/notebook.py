@@ -35,12 +35,14 @@ def fitting(mask: "Mask") -> tuple[int, int]:
     tensors: list[Tensor] = []
     numbers = [int(number) for number in re.findall(r"\d+", re.sub(r"#\d+", "", mask.text(tensors)))]
     largest = min(2 * max(numbers, default=0), MOST)
+    any_length = max(largest, LEAST)
     if mask.kind == "bitmap":
         shapes = [tuple(x.shape[-2:]) for x in tensors if x.dim() >= 2]
         sizes = [max((shape[axis] for shape in shapes), default=1) for axis in (0, 1)]
-        return tuple(size if size > 1 else max(largest, LEAST) for size in sizes)  # a dimension of 1 fits every length
+        rows, keys = (size if size > 1 else any_length for size in sizes)  # a dimension of 1 fits every length
+        return rows, keys
     if _fits(mask, 0, 0):
-        return (max(largest, LEAST),) * 2
+        return any_length, any_length
     both = _shortest(lambda n: _fits(mask, n, n))
     unbounded = max(both, largest // 2)
     seqlen_q = unbounded if _fits(mask, 0, both) else _shortest(lambda n: _fits(mask, n, both))

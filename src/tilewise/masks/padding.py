@@ -1,6 +1,7 @@
 """Keys that differ by batch entry: padded batches, as one interval of keys an entry."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +27,13 @@ class Padding(Mask):
     that is filled differently wants it.
     """
 
-    lengths: Integers | None = None
-    start: Integers | None = None
+    lengths: Tensor | tuple[int, ...] | None = None
+    start: Tensor | tuple[int, ...] | None = None
     inner: Mask | None = None
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(self, lengths: Integers | None = None, start: Integers | None = None, inner: Mask | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         sizes = {}

@@ -1,7 +1,7 @@
 """The rows, and heads and keys, of a mask that one process of several computes."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,9 +26,20 @@ class Part(Mask):
 
     mask: Mask
     seqlen_q: int
-    rows: Ranges
+    rows: tuple[tuple[int, int], ...]
     heads: tuple[int, int, int] | None = None
     keys: tuple[int, int, int] | None = None
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(
+            self,
+            mask: Mask,
+            seqlen_q: int,
+            rows: Ranges,
+            heads: tuple[int, int, int] | None = None,
+            keys: tuple[int, int, int] | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.mask, Mask):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +45,13 @@ class PrefixTree(Mask):
     A rollout is a path from a root to a leaf, and rollouts are in the order of their leaves. One that ends where others go on has a leaf of 0 tokens.
     """
 
-    parents: Integers
-    lengths: Integers
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
     window: int | None = None
+
+    if TYPE_CHECKING:  # it takes more than it keeps
+
+        def __init__(self, parents: Integers, lengths: Integers, window: int | None = None) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("parents", "lengths"):
@@ -207,7 +211,8 @@ class DeviceTree(Mask):
         self._set("runs", None)
 
     def read(self) -> PrefixTree:
-        return PrefixTree(*values(self.nodes), self.window)
+        parents, lengths = values(self.nodes)
+        return PrefixTree(parents, lengths, self.window)
 
     def _write(self, tensors: list[Tensor]) -> str:
         tensors.append(self.nodes)

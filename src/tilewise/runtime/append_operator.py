@@ -107,7 +107,7 @@ def _by_backend(given: Operands) -> Tensor | None:
     return _backend(given.k.device).append(_call(given))
 
 
-def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
+def bind(given: Operands) -> Callable[[tuple, Tensor | None], Tensor | None] | None:
     """`Backend.bind_append` of that which appends there; ShapeError for tensors that share memory."""
     _check_memory(given)
     empty = 0 in given.k.shape or 0 in given.v.shape or given.cache_seqlens.shape[0] == 0
@@ -115,8 +115,21 @@ def bind(given: Operands) -> Callable[[tuple], Tensor | None] | None:
 
 
 def _call(given: Operands) -> AppendCall:
-    of_call = Operands._fields[: Operands._fields.index("check")]
-    return AppendCall(**dict(zip(of_call, given, strict=False)), share=given.share)
+    return AppendCall(
+        k_cache=given.k_cache,
+        v_cache=given.v_cache,
+        k=given.k,
+        v=given.v,
+        cache_seqlens=given.cache_seqlens,
+        page_table=given.page_table,
+        cache_batch_idx=given.cache_batch_idx,
+        cu_seqlens=given.cu_seqlens,
+        rotary_cos=given.rotary_cos,
+        rotary_sin=given.rotary_sin,
+        rotary_first=given.rotary_first,
+        interleaved=given.interleaved,
+        share=given.share,
+    )
 
 
 @cache

@@ -3,11 +3,12 @@
 A gradient asks again whether its tensors are such as the call was bound to, because hooks on saved tensors may give back others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -20,7 +21,6 @@ PACKED = "packed"  # (total, heads, head_dim): no batch
 BHSD, BHSD_INPUTS = "bhsd", "bhsd inputs"  # (batch, heads, seqlen, head_dim), all or q, k and v alone
 INSIDE = {"": lambda x: x, PACKED: lambda x: x.unsqueeze(0)} | dict.fromkeys((BHSD, BHSD_INPUTS), lambda x: x.transpose(1, 2))
 OUTSIDE = INSIDE | {PACKED: lambda x: x.squeeze(0)}
-_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # those that take what is saved, or None
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class BoundCall:
         inside = INSIDE[self.arrangement]
         return inside(q), inside(k), inside(v), INSIDE[self.of_outputs](o)
 
-    def backward(self, *operands) -> tuple[Tensor | None, ...]:
+    def backward(self, *operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """Gradients of q, k and v are arranged as the caller has these: by parts, for they are nobody's yet."""
         found = self.bound.backward(*operands)
         if not self.arrangement:
@@ -123,7 +123,7 @@ class _BoundCall(torch.autograd.Function):
             ctx.save_for_backward(*saved.in_order((q, k, v, *extras), [], o, lse))
         else:
             *parts, o, lse = known.compute(q, k, v, more, True)
-            if _hooks(False) is not None:
+            if _top_saved_tensors_default_hooks(False) is not None:
                 inside, outside = INSIDE[arrangement], OUTSIDE[known.of_outputs]
                 ctx.save_for_backward(*saved.in_order((inside(q), inside(k), inside(v), *extras), [], o, lse))
                 o, lse = outside(o).detach(), lse.squeeze(0).detach() if arrangement == PACKED else lse  # for autograd, views of nothing
@@ -175,8 +175,8 @@ class _BoundCall(torch.autograd.Function):
         operator.refuse_forward_mode()
 
 
-# Without a look for wrappers of torch.func, which are not plain. (Helpers that compile have no torch, and no such method.)
-_with_gradient = getattr(super(torch.autograd.Function, _BoundCall), "apply", None)
+# Without a look for wrappers of torch.func, which are not plain. (Helpers that compile have no torch, and nothing to call.)
+_with_gradient: Callable = getattr(super(torch.autograd.Function, _BoundCall), "apply", _BoundCall)
 
 
 def slopes_of(alibi_slopes: Tensor) -> Tensor:
@@ -186,7 +186,15 @@ def slopes_of(alibi_slopes: Tensor) -> Tensor:
 
 
 def way_back(
-    known: BoundCall, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, extras: tuple
+    known: BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    d_o: Tensor,
+    d_lse: Tensor | None,
+    extras: Sequence[Tensor | None],
 ) -> tuple[Tensor, bool]:
     """dO, which comes as the caller has it, as the backend has it; and whether what the backend bound gives the gradients: the tensors lie as those
     of the forward did, and nothing beside autograd looks on.
@@ -210,8 +218,10 @@ def way_back(
     if plain.needs_dispatch(tensors) or tuple(map(layout_of, (q, k, v, *others))) != known.layouts:
         return d_o, False
     like_o, like_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
-    results = (o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32), (d_lse, like_lse, torch.float32)
-    for x, shape, dtype in results if d_lse is not None else results[:3]:
+    results = [(o, like_o, q.dtype), (d_o, like_o, q.dtype), (lse, like_lse, torch.float32)]
+    if d_lse is not None:
+        results.append((d_lse, like_lse, torch.float32))
+    for x, shape, dtype in results:
         if x.shape != shape or x.dtype != dtype or x.device != q.device or not (x is not lse or x.is_contiguous()):
             return d_o, False
     if q is not k and k is not v and (check := guard(*tensors)):  # it wants them apart
@@ -219,7 +229,7 @@ def way_back(
     return d_o, True
 
 
-def tensors_of(q: Tensor, k: Tensor, v: Tensor, extras: tuple) -> tuple[tuple[Tensor, ...], tuple]:
+def tensors_of(q: Tensor, k: Tensor, v: Tensor, extras: Sequence[Tensor | None]) -> tuple[tuple[Tensor, ...], tuple]:
     """Those that are present, each once, as torch's check wants them, and which of `extras` these are; `rng` is none of them."""
     if extras is NO_EXTRAS:
         return (q, k, v), ()

@@ -41,20 +41,22 @@ def backward(
 ) -> Gradients:
     """As `Backend.backward`, likewise. A bias or sink that several documents share has its gradient summed up in fp32."""
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
-    d_bias, d_sink = (None if x is None else _zeros(x) for x in (call.bias if bias_grad else None, call.sink))
+    d_bias = _zeros(call.bias) if bias_grad and call.bias is not None else None
+    d_sink = None if call.sink is None else _zeros(call.sink)
     for piece in _pieces(call):
         rows = piece.queries
         reaching = lse[:, :, rows], d_o[:, rows], None if d_lse is None else d_lse[:, :, rows]
-        wanted = bias_grad and piece.bias is not None
+        wanted = d_bias is not None and piece.bias is not None
         found = choose(piece.call.problem, backend).backward(piece.call, o[:, rows], *reaching, bias_grad=wanted)
         dq[:, rows], dk[:, piece.keys], dv[:, piece.keys] = found[:3]
-        if wanted:
+        if d_bias is not None and piece.bias is not None:
+            assert found.bias is not None
             part = d_bias[piece.bias]
             part += found.bias.to(d_bias.dtype).sum_to_size(part.shape)
         if d_sink is not None:
+            assert found.sink is not None
             d_sink += found.sink
-    like = call.bias, call.sink
-    return Gradients(dq, dk, dv, *(None if x is None else x.to(given.dtype) for x, given in zip((d_bias, d_sink), like, strict=True)))
+    return Gradients(dq, dk, dv, _as(call.bias, d_bias), _as(call.sink, d_sink))
 
 
 def _pieces(call: Call) -> Iterator[Piece]:
@@ -73,7 +75,7 @@ def _pieces(call: Call) -> Iterator[Piece]:
                 "mask": mask.inner,
                 "dropout": dropout,
                 "alibi_slopes": slopes if slopes is None or slopes.shape[0] == 1 else slopes[number : number + 1],
-                "bias": bias if bias is None else call.bias[bias].expand(-1, -1, -1, k1 - k0),
+                "bias": None if bias is None or call.bias is None else call.bias[bias].expand(-1, -1, -1, k1 - k0),
                 **_scales(call, number, slice(q0, q1), slice(k0, k1)),
             }
             yield _piece(call, slice(q0, q1), slice(k0, k1), bias, more)
@@ -114,3 +116,8 @@ def _part(bias: Tensor, number: int, queries: int, keys: int) -> tuple[slice, ..
 
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32, device=x.device)
+
+
+def _as(like: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """x in the dtype of `like`."""
+    return None if like is None or x is None else x.to(like.dtype)

@@ -14,9 +14,10 @@ from tilewise.errors import ShapeError
 from tilewise.problem import Share
 
 # What os.environ reads, where it is CPython's, in a twentieth of the time.
-_environment, (_CHECK, *_values) = os.environ, ("TILEWISE_CHECK", "", "0")
-if hasattr(os.environ, "_data"):
-    _environment, _CHECK, _values = os.environ._data, os.environ.encodekey(_CHECK), list(map(os.environ.encodevalue, _values))
+_data, (_CHECK, *_values) = getattr(os.environ, "_data", None), ("TILEWISE_CHECK", "", "0")
+_environment = os.environ if _data is None else _data
+if _data is not None:
+    _CHECK, _values = os.environ.encodekey(_CHECK), list(map(os.environ.encodevalue, _values))
 _NO = None, *_values
 
 

@@ -65,6 +65,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: tuple = NO_E
             if (
                 known.present == present
                 and _same(options, known.options)
+                and known.check is not None
                 and known.check(*tensors)
                 and torch._C._len_torch_dispatch_stack() == 0  # `check` overlooks the mode of make_fx
                 and (known.grad_enabled is None or torch.is_grad_enabled() is known.grad_enabled)
@@ -83,7 +84,7 @@ def find(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: tuple = NO_E
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, options: Options, extras: tuple = NO_EXTRAS
-) -> tuple[Tensor, ...] | None:
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """dQ, dK and dV of a call like one before, for whoever keeps O and LSE himself and is below autograd; None where no bound call gives them.
 
     All are arranged as the call was, which had no bias, slopes, sink or dropout.
@@ -92,6 +93,7 @@ def gradients(
     known = _went_back(whole, options) if extras[4] is None else None
     if known is not None:
         if known.arrangement:
+            assert known.check_whole is not None
             of_q, of_k, of_v, of_o, of_lse, of_d_o = known.check_whole[1]
             q, k, v, o, d_o = part(q, *of_q), part(k, *of_k), part(v, *of_v), part(o, *of_o), part(d_o, *of_d_o)
             lse = lse if of_lse is None else part(lse, *of_lse)
@@ -197,7 +199,7 @@ def _untouched(x: Tensor, given: Tensor) -> bool:
     return x is given or (x.dim() == 3 and given.data_ptr() == x.data_ptr() and given.stride()[1:] == x.stride())
 
 
-def _same(options: Options, others: Options) -> bool:
+def _same(options: Options, others: tuple) -> bool:
     """Whether all are the same objects, or equal numbers; written out, it takes half the time of a loop."""
     causal, scale, softcap, dropout_p, deterministic, backend, precision, mask, return_lse, frontend = options
     a, b, c, d, e, f, g, h, i, j = others

@@ -66,7 +66,7 @@ class Known:
         if self.slopes:
             given = *given[:SLOPES], bound_call.slopes_of(given[SLOPES]), *given[SLOPES + 1 :]
         seqlens, out = given[SEQLENS], given[OUT]
-        if self.append is not None and (seqlens := self.append(NEW(given))) is None:
+        if self.append is not None and (seqlens := self.append(NEW(given), None)) is None:
             return None
         if out is None:
             return self.run(given, seqlens, None, self.with_lse)
@@ -99,6 +99,7 @@ def find(given: tuple, options: tuple) -> Known | None:
                 tensors = known.there(given)
                 if (
                     not any(map(_is_nested, tensors))  # torch's check aborts the process on one
+                    and known.guard is not None
                     and known.guard(*tensors)
                     and torch._C._len_torch_dispatch_stack() == 0  # the guard overlooks the mode of make_fx
                     and all(map(_address, tensors))  # memory that was given back
@@ -128,11 +129,11 @@ def first(given: tuple, options: tuple, operands: Operands, written: append_oper
     all of it can be found once and for all.
     """
     known = _bound(given, options, operands, written)
-    results = None if known is None else known(given)
-    if results is not None:
-        if len(_KNOWN) >= MOST:  # a server's batches of prompts and single tokens have new sizes all the time
-            _KNOWN.pop(next(iter(_KNOWN), ()), None)  # the oldest
-        _KNOWN[_signature(given, options)] = known
+    if known is None or (results := known(given)) is None:
+        return None
+    if len(_KNOWN) >= MOST:  # a server's batches of prompts and single tokens have new sizes all the time
+        _KNOWN.pop(next(iter(_KNOWN), ()), None)  # the oldest
+    _KNOWN[_signature(given, options)] = known
     return results
 
 

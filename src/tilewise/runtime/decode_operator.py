@@ -96,7 +96,11 @@ def check(given: Operands, new: int | None) -> None:
     if call.q.numel() and call.seqlens.shape[0] and goes_whole(call):
         backend.check_decode(call)
     if values.wanted(given.q.device, given.check):
-        more = [new] * call.seqlens.shape[0] if new is not None else append_operator.packed(given.cu_seqlens_q, given.q.shape[0])
+        if new is None:
+            assert given.cu_seqlens_q is not None
+            more = append_operator.packed(given.cu_seqlens_q, given.q.shape[0])
+        else:
+            more = [new] * call.seqlens.shape[0]
         _check(given, more)
         if call.mask.kind not in ("full", "band"):  # it may not fit what there will be of a sequence
             rows = [call.q.shape[1]] * len(more) if given.cu_seqlens_q is None else given.cu_seqlens_q.diff().tolist()
@@ -174,7 +178,7 @@ def _check(given: Operands, new: list[int] | None = None) -> int | None:
     values.check_lengths(lengths, given.k_cache, given.page_table, new, given.share)
     if given.page_table is not None:
         held = lengths if given.share is None else list(map(given.share.held, lengths))
-        values.check_pages(given.page_table, held, *given.k_cache.shape[:2])
+        values.check_pages(given.page_table, held, given.k_cache.shape[0], given.k_cache.shape[1])
     if given.cache_batch_idx is not None:
         values.check_rows(given.cache_batch_idx, given.k_cache.shape[0])
     if given.leftpad is not None:
@@ -226,8 +230,10 @@ def call_of(given: Operands, most_queries: int | None) -> DecodeCall:
 
 def _rotated(call: DecodeCall) -> DecodeCall:
     """The call with its queries rotated."""
+    assert call.rotary is not None
+    cos, sin, interleaved = call.rotary
     positions = _positions(call.q, call.seqlens, call.cu_seqlens_q)
-    return replace(call, q=rotated(call.q, *call.rotary[:2], positions, interleaved=call.rotary.interleaved), rotary=None)
+    return replace(call, q=rotated(call.q, cos, sin, positions, interleaved=interleaved), rotary=None)
 
 
 def _positions(q: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:

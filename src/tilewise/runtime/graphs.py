@@ -97,6 +97,7 @@ def _backend_reads(index: int | None, name: str | None, mask: str, cache: tuple[
     try:
         if cache is None:
             return choose(problem, name).reads(problem)
+        assert seen is not None
         return choose(replace(problem, k_dtype=None, v_dtype=None), name, decodes=True).reads_decode(problem, seen, *cache)
     except (UnsupportedError, ValueError):
         return True  # the call says why, when it runs

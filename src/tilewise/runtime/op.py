@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 from tilewise import errors, tangents
 from tilewise.runtime import graphs, vmaps
@@ -77,12 +77,12 @@ def declare(
 
     def declared(name: str, reads: bool) -> CustomOpDef:
         def refuse_tangents(*given) -> None:
-            for each in named(operands(*given)).items():
+            for each in named(operands._make(given)).items():
                 tangent(*each)
 
         def kernel(*given):
             refuse_tangents(*given)
-            asked = operands(*given)
+            asked = operands._make(given)
             errors.check_memory(**named(asked))
             return graphs.run_outside_pool(run, _with_copied_mask(asked) if reads else asked) or None  # as torch wants it of no result
 
@@ -90,7 +90,7 @@ def declare(
         signature = f"({schema(operands)}) -> ({', '.join(['Tensor'] * results)})"
         tags = (torch.Tag.cudagraph_unsafe,) if reads else None
         op = torch.library.custom_op(f"tilewise::{name}", kernel, mutates_args=written, schema=signature, tags=tags)
-        op.register_fake(lambda *given: fake(operands(*given)))
+        op.register_fake(lambda *given: fake(operands._make(given)))
         if vmap is not None:
             vmaps.register(op, name, partial(vmap, op))
         if backward is not None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._library.custom_ops import CustomOpDef
 
 from tilewise import errors, masks
 from tilewise.problem import Call, Dropout
@@ -55,9 +56,11 @@ class Operands(NamedTuple):
 
 
 OF_GRADIENTS = {"o": Tensor, "lse": Tensor, "d_o": Tensor, "d_lse": Tensor | None, "bias_grad": bool}
-BackwardOperands = NamedTuple("BackwardOperands", [*OF_GRADIENTS.items(), *Operands.__annotations__.items()])
+OF_BACKWARD = [*OF_GRADIENTS.items(), *Operands.__annotations__.items()]
+BackwardOperands = NamedTuple("BackwardOperands", OF_BACKWARD)
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
 TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
+GradientTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dQ, dK, dV, dBias and dSink, the last two empty where there is none
 BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
 
 
@@ -65,7 +68,8 @@ def call_of(given: Operands | BackwardOperands) -> Call:
     """The `Call` that the operands describe."""
     dropout, mask = None, masks.parse(given.mask, op.held(given))
     if given.rng is not None and given.dropout_p > 0.0:
-        dropout = Dropout(given.dropout_p, *given.rng.tolist(), mask if isinstance(mask, masks.Part) else None)
+        seed, offset = given.rng.tolist()
+        dropout = Dropout(given.dropout_p, seed, offset, mask if isinstance(mask, masks.Part) else None)
     return Call(
         mask=mask,
         scale=given.q.shape[-1] ** -0.5 if given.scale is None else given.scale,
@@ -93,7 +97,7 @@ def _attend(call: Call, given: Operands | BackwardOperands) -> tuple[Tensor, ...
     return by_document.forward(call, given.backend) if given.by_document else choose(call.problem, given.backend).forward(call)
 
 
-def _backward(given: BackwardOperands, wide_keys: bool = False) -> tuple[Tensor, ...]:
+def _backward(given: BackwardOperands, wide_keys: bool = False) -> GradientTensors:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), each shaped and typed as its input.
 
     With `wide_keys` dK and dV may be fp32.
@@ -111,7 +115,9 @@ def _backward(given: BackwardOperands, wide_keys: bool = False) -> tuple[Tensor,
         grads = by_document.backward(call, given.backend, o, lse, d_o, d_lse, bias_grad=bias_grad)
     else:
         grads = choose(call.problem, given.backend).backward(call, o, lse, d_o, d_lse, bias_grad=bias_grad)
-    return tuple(q.new_empty(0) if x is None else x.contiguous() for x in grads)
+    d_q, d_k, d_v, d_bias, d_sink = grads
+    d_bias, d_sink = (q.new_empty(0) if x is None else x.contiguous() for x in (d_bias, d_sink))
+    return d_q.contiguous(), d_k.contiguous(), d_v.contiguous(), d_bias, d_sink
 
 
 def _results(given: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +140,8 @@ def _fake_gradients(given: BackwardOperands) -> tuple[Tensor, ...]:
 
 def _setup_context(ctx, inputs, output):
     given, (o, lse, row_max) = Operands(*inputs), output
-    ctx.save_for_backward(*saved.in_order(given[:TENSORS], op.held(given), o, lse))
+    tensors: tuple = given[:TENSORS]
+    ctx.save_for_backward(*saved.in_order(tensors, op.held(given), o, lse))
     if row_max is not None:
         ctx.mark_non_differentiable(row_max)
     ctx.settings = given[TENSORS + 1 :]
@@ -146,7 +153,7 @@ def _differentiate(ctx, d_o: Tensor | None, d_lse: Tensor | None, back: Callable
     """What autograd wants of each operand, by what gives the results of `backward`."""
     q, k, v, o, lse, *tensors = ctx.saved_tensors
     rest = TENSORS - 3
-    given = Operands(q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings)
+    given = Operands._make((q, k, v, *tensors[:rest], tensors[rest:], *ctx.settings))
     bias_grad = given.bias is not None and ctx.needs_input_grad[BIAS]
     grads: list = [None] * len(given)
     *grads[:3], d_bias, d_sink = back(BackwardOperands(o, lse, torch.zeros_like(o) if d_o is None else d_o, d_lse, bias_grad, *given))
@@ -155,7 +162,7 @@ def _differentiate(ctx, d_o: Tensor | None, d_lse: Tensor | None, back: Callable
     return grads
 
 
-def _differentiate_by(back: torch.library.CustomOpDef) -> Callable:
+def _differentiate_by(back: CustomOpDef) -> Callable:
     def differentiate(ctx, d_o, d_lse, _):
         grads = _differentiate(ctx, d_o, d_lse, lambda given: back(*given))
         grads[TENSORS] = ctx.no_grads
@@ -164,7 +171,7 @@ def _differentiate_by(back: torch.library.CustomOpDef) -> Callable:
     return differentiate
 
 
-def _by_shortest_way(given: BackwardOperands) -> tuple[Tensor, ...]:
+def _by_shortest_way(given: BackwardOperands) -> GradientTensors:
     """The results of `backward`, by the shortest way that all who watch allow."""
     tensors = op.named(given).values()
     if needs_dispatch(tensors):
@@ -273,7 +280,7 @@ class _Backward(torch.autograd.Function):
 
 def transforms() -> set:
     """The kinds of torch.func's transforms that are active."""
-    return {each.key() for each in torch._C._functorch.get_interpreter_stack() or ()}
+    return {each.key() for each in get_interpreter_stack() or ()}
 
 
 def traced() -> bool:
@@ -307,12 +314,12 @@ def attend(operands: Operands, out: Tensor | None = None, wide_keys: bool = Fals
     With `out`, which fits and takes no part in a gradient, O is written there. With `wide_keys`, for those who call `differentiate` so themselves,
     nothing is recorded for autograd, and a backend may compile those gradients meanwhile.
     """
-    tensors = *operands[:TENSORS], *operands.mask_tensors
+    tensors: tuple = (*operands[:TENSORS], *operands.mask_tensors)
     if out is not None:
         if not traced() and not needs_dispatch((*tensors, out)):
             return _forward(operands, out)
-        o, *statistics = attend(operands)
-        return out.copy_(o), *statistics
+        o, lse, row_max = attend(operands)
+        return out.copy_(o), lse, row_max
     if traced():
         refuse_tangents(tensors)
         return (forward_reading if graphs.reads(operands) else forward)(*op.filled(operands))
@@ -337,7 +344,7 @@ def differentiate(
     d_lse: Tensor | None = None,
     bias_grad: bool = False,
     wide_keys: bool = False,
-) -> tuple[Tensor, ...]:
+) -> GradientTensors:
     """dQ, dK, dV, dBias (empty unless `bias_grad`) and dSink (empty without a sink), by the shortest way that all who watch allow.
 
     With `wide_keys` dK and dV are fp32 where nobody watches and the backend can.

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import _VF, Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from tilewise.runtime.plain import MAPPED, mapped
 
@@ -49,7 +50,7 @@ def _unwrapped(x, level: int):
     if isinstance(x, list | tuple):
         return tuple(map(list, zip(*(_unwrapped(y, level) for y in x), strict=True))) or ([], [])
     if isinstance(x, Tensor):
-        value = torch._remove_batch_dim(x, level, 0, 0)
+        value = _VF._remove_batch_dim(x, level, 0, 0)
         if value.shape[0] > 0:  # else nothing was mapped at this level, and x expanded to 0 entries
             return value, 0
     return x, None
@@ -63,7 +64,7 @@ def _batched(rule: Callable, *args):
             values, in_dims = zip(*(_unwrapped(x, level) for x in args), strict=True)
             size = next(x.shape[0] for x, dim in _pairs(values, in_dims) if dim is not None)
             results, _ = rule(size, in_dims, values)
-            return tuple(torch._add_batch_dim(y, 0, level) for y in results)
+            return tuple(_VF._add_batch_dim(y, 0, level) for y in results)
     raise RuntimeError("attention cannot map over 0 gradients or entries here; use torch.func.vmap")
 
 
@@ -76,7 +77,7 @@ def _pairs(values, in_dims):
 _library = torch.library.Library("tilewise", "FRAGMENT")  # what is registered lives as long as this
 
 
-def register(op: torch.library.CustomOpDef, name: str, rule: Callable) -> None:
+def register(op: CustomOpDef, name: str, rule: Callable) -> None:
     """Let both kinds of vmap map `op`, called tilewise::`name`, by `rule`, which takes the number of entries, for each operand the dimension that
     is mapped over, and the operands, and gives the results and their mapped dimensions.
     """
