@@ -61,7 +61,7 @@ class UnsupportedError(NotImplementedError):
     """The problem is well posed, but nothing here can compute it (or the backend asked for cannot)."""
 
 
-def check_tensor(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES, memory: bool = True) -> None:
+def check_tensor(name: str, x: object, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES, memory: bool = True) -> None:
     """Refuse what is not a dense, strided tensor that holds data, has the named axes and one of `dtypes`.
 
     Whether it has memory is left to the operators where not `memory`: for what reaches them as it is.
@@ -141,7 +141,7 @@ def check_like(name: str, x: Tensor, q: Tensor, same_dtype: bool = True, other: 
         raise ShapeError(f"{name} is {x.dtype}, but {other} is {q.dtype}; convert it with {name}.to({other}.dtype)")
 
 
-def check_size(name: str, axis: str, got: int, expected: int, source: str) -> None:
+def check_size(name: str, axis: str, got: int | torch.Size, expected: int | torch.Size, source: str) -> None:
     if got != expected:
         raise ShapeError(f"{name} has {axis} {got}, but {source} has {axis} {expected}; they must be equal")
 
