@@ -1,4 +1,4 @@
-"""Gradients whose kernels and arguments were found once, so that Python only allocates and launches."""
+"""Gradients by kernels and arguments that were found once, so that Python only allocates and launches."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ class Bound:
         """`kernel(Given, Gradients, Scratch, turns, scalars(whether there is dLSE), seen, changes)` computes the call.
 
         turns: those of the plan's first launch. seen: of packed documents, what gives tables, by whether they are kept, and what finds them.
-        changes: or what makes them of the call's other tensors (`problem.Extras`). repair: the launch that follows, and its numbers. of_bias(Given,
+        changes: or what makes them of the call's other tensors (`problem.Extras`). repair: the launch that follows, and its scalars. of_bias(Given,
         Scratch, Changes) gives dBias, of_sink(sink, L and -delta of Scratch) dSink. gradient: how an input's gradient lies. kept: as in
         `backends.Bound`.
         """
@@ -105,7 +105,7 @@ class Bound:
             self.kernel(given, gradients, operand, *rest)
         if self.repair is not None:
             self.repair(repairs.repaired(given, gradients), spoiled, self.numbers, of_repairs, changes)
-        if bias_grad and not keeps:  # whose sums take what memory is free by now
+        if bias_grad and not keeps:  # the bias gradient's sums take the memory that is free by now
             scratch, kept, operand, spoiled = Scratch(*scratch[:2], None, None, None, None, None), None, None, None
         d_bias = self.of_bias(given, scratch, changes) if bias_grad else None
         d_sink = None if self.of_sink is None else self.of_sink(extras[2], scratch.lse, scratch.minus_delta)

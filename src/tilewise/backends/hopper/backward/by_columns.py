@@ -96,7 +96,7 @@ class Place(NamedTuple):
 def consume(
     shared: Shared, stores: Stores | WideStores, block: Block, walk: Walk, consumer: Int32, scores: Constexpr[bool], config: Constexpr[Config]
 ):  # fmt: skip
-    """`scores`: the first warpgroup, whose are S and P; the other's are dP and dS."""
+    """`scores`: the first warpgroup, which has S and P; the other one has dP and dS."""
     tensors, sm, pipes, mma, band, (scale, scale_log2) = shared
     thread = arch.thread_idx()[0] - THREADS
     tile = make_tile(tensors, sm, mma, block, band, scale_log2, thread, consumer, scores, config)

@@ -359,7 +359,7 @@ def ask_ahead(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, more: Boo
 def step_lean(
     tile: Tile, pipes: Pipes, state: pipeline.PipelineState, g: Int32, m_block: Int32, masked: Boolean, config: Constexpr[Config]
 ):  # fmt: skip
-    """As `step`, with S or dP in registers beside dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
+    """As `step`, with S or dP in registers next to dK and dV, but not both: S is P, rounded, before dP is issued, or half way there, and dS is
     computed from that. dK takes dS from shared memory, so that dS need not stay in registers under dQ, and runs on under the next tile's S.
     """
     stage, shape = state.index, (config.tile_n, config.tile_m)

@@ -87,7 +87,7 @@ class Walk(NamedTuple):
 
 
 def stages_of_V(config: Config) -> int:
-    """As many as there is room for beside Q, dO and two stages of K: 227 KB."""
+    """As many as 227 KB hold next to Q, dO and two stages of K."""
     taken = 2 * (ROWS + 2 * KEYS) * config.head_dim + 2 * ROWS * config.head_dim_v
     return 2 if taken + 2 * 2 * KEYS * config.head_dim_v < 225 << 10 else 1
 

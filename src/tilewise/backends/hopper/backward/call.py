@@ -112,7 +112,7 @@ def _tables(config: Config) -> list[jit.Kernel]:
 
 def backward(call: Call, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None, bias_grad: bool = False) -> Gradients:
     """Contiguous dQ, dK, dV in the dtype of q, with `call.wide_keys` dK and dV in fp32 where a compiler is installed; see
-    `backends.Backend.backward`. Beside them it allocates two numbers a row and dQ in fp32, or what `lines` says instead.
+    `backends.Backend.backward`. It also allocates two fp32 values a row and dQ in fp32, or what `lines` says instead.
     """
     with torch.cuda.device(call.q.device):  # where tables are made
         bound = bind(call, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"))
@@ -192,7 +192,7 @@ def scalars_of(call: Call, plan: planning.Plan, has_d_lse: bool) -> Scalars:
 
 
 def _bias_of(call: Call, num_sms: int) -> Callable:
-    """The gradient of a bias, whose kernel is not asked for before that is."""
+    """The gradient of a bias. Its kernel is not asked for before the gradient is."""
     like, kept = replace(call, q=None, k=None, v=None, bias=None, alibi_slopes=None, sink=None), []
 
     def compute(given: Given, scratch: Scratch, changed: Changes) -> Tensor:

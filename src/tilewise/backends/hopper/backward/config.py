@@ -12,7 +12,7 @@ from tilewise.backends.hopper.score_changes import ScoreChanges
 ADDERS = 2  # warps that add tiles of dQ to the sum in global memory, in turns: one alone waits for too much
 REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a producer's and a consumer's thread, by consumers; a multiprocessor has 64 K
 ONE_BLOCK = 128  # keys, at most
-PIECE = 32  # rows that repairs look through at a time for large numbers, and remember
+PIECE = 32  # rows that repairs look through at a time for large elements, and remember
 ROOMY = 40, 232  # where two consumers can do with less, and the warps that draw, load, add and finish gain by more
 
 
@@ -150,14 +150,14 @@ class Config(ScoreChanges):
 
     @property
     def looks(self) -> bool:
-        """Whether it is known which hidden numbers may have made a row NaN: where a row sees all between a beginning and an end, and not where dQ of
-        a whole tile is written NaN for one row's sake.
+        """Whether it is known which hidden elements may have made a row NaN: where a row sees all keys between a first and a last one, and not where
+        one row makes dQ of a whole tile NaN.
         """
         return self.repairs and self.mask_kind != "tiles" and self.bias is None and not self.one_block
 
     @property
     def bias_pairs(self) -> bool:
-        """A bias is read number by number: transposed, neighbours are no thread's own."""
+        """A bias is read one element at a time: transposed, no thread holds neighbours."""
         return False
 
     @property
@@ -393,7 +393,7 @@ CHANGED = {
     },
 }
 
-# Besides, where dQ is not computed apart.
+# In addition, where dQ is not computed apart.
 CHANGED_WITH_DQ = {
     "dropout": {(128, 128): dict(change_parts=4)},
     "softcap": {},
@@ -412,7 +412,7 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-# Instead, for masks of these kinds and from so many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
+# Instead, for masks of these kinds and from that many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
 # each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (lab/rows/: backward-adders-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen before backward-schedules-h200.jsonl,
 # backward-dense-h200*).
@@ -430,7 +430,7 @@ LONG = {
     ((64, 64), "band"): ((1, FINISHES | PAIRWISE | AHEAD),),
     ((64, 64), "varlen"): ((1, PAIRWISE | AHEAD),),
 }
-# Five products, where tables or changed scores take no registers besides.
+# Five products, where neither tables nor changed scores take registers too.
 WIDE = dict(tile_n=128, split="keys", ds_stages=1, step="lean", ahead=0.25)
 LONG |= {((192, 128), mask_kind): ((1, WIDE),) for mask_kind in ("full", "causal", "band", "varlen")}
 
@@ -476,7 +476,7 @@ def _spills_if_lean(dtype: torch.dtype, mask_kind: str, few: bool) -> bool:
 
 
 def lengths() -> list[int]:
-    """Numbers of queries, one for each way that tiles depend on them; and, with as many keys, one whose keys are not one block's."""
+    """Numbers of queries, one for each way that tiles depend on them; and one at which as many keys take more than one block."""
     return sorted({1, ONE_BLOCK + 1, PERSISTENT_UP_TO + 1, *(least for each in LONG.values() for least, _ in each)})
 
 

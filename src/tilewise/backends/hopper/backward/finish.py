@@ -1,10 +1,10 @@
 """dQ = scale * its sum, written by a warp of the main kernel while the others compute: of tiles to which all blocks of keys have added.
 
-Where a thread block takes one block of keys, it has a share of its head's tiles of queries, and its warp finishes the share of a block some numbers
-behind (`Order.finish_lag`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
+Where a thread block takes one block of keys, it has a share of its head's tiles of queries. Its warp finishes the share of an earlier block
+(`Order.finish_lag`), which is gone and so is what keeps a tile from being finished. It never waits: what it finds incomplete is left.
 Persistent blocks (persistent.py) divide all tiles among themselves and wait for each in turn: tiles are complete in about this order.
 
-What is not finite, and what was left, does `parts.finish`, which computes the same.
+`parts.finish` does what is not finite, and what was left. It computes the same.
 """
 
 from typing import NamedTuple
@@ -32,10 +32,10 @@ from tilewise.sm90.dsl import (
     range_constexpr,
 )
 
-THREADS = 128  # of a warpgroup, in whose order the sum lies
+THREADS = 128  # of a warpgroup; the sum lies in their order
 WARPS = THREADS // WARP
 ROWS, COLUMNS = 16, 64  # of a warp's accumulator
-SLABS = 2  # of as many rounded numbers, on their way out
+SLABS = 2  # of as many rounded elements, on their way out
 FINISHED = -1  # in place of a tile's turns
 PAUSE = 100  # ns between two looks at a counter
 
@@ -204,7 +204,7 @@ def parts_of(tensors: Tensors, config: Constexpr[Config]) -> Int32:
 def finish_part(
     tensors: Tensors, finisher: Finisher, tile: Tile, consumer: Int32, done: Int32, scale: Float32, config: Constexpr[Config]
 ) -> Float32:  # fmt: skip
-    """What one warpgroup computed of a tile: 16 rows at a time, which one warp computed. Returns 0 times all numbers."""
+    """What one warpgroup computed of a tile: 16 rows at a time, which one warp computed. Returns 0 times all elements."""
     gSum = tensors.sum_dQ[tile.batch, tile.head, tile.m_block, None]
     begin, vectors = place_of_sum(gSum, consumer, 0, config)
     bytes_of_sums = 16 * THREADS * min(vectors, COLUMNS // 8)
@@ -249,7 +249,7 @@ def round_rows(finisher: Finisher, warp: Int32, slab: Int32, vectors: Int32, sca
     """A lane has two neighbours of every eight columns, for two rows. Returns 0 times all of them, as far as they are dQ's."""
     lane, dtype = arch.lane_idx(), finisher.rounded.element_type
     source = (finisher.sums.iterator + 4 * (warp * WARP + lane)).toint()
-    # the row of eight columns whose place the lane gives to `stmatrix`: lanes 0 to 7 the first eight rows, 8 to 15 the others, 16 on the next columns
+    # the lane gives `stmatrix` the place of this row of eight columns: lanes 0 to 7 the first eight rows, 8 to 15 the others, 16 on the next columns
     row, lower, right = lane % 8, lane // 8 % 2, lane // 16
     target = finisher.rounded.iterator.toint() + slab * 2 * ROWS * COLUMNS + 1024 * lower + 128 * row + 16 * (row ^ right)
     nothing = Float32(0.0)

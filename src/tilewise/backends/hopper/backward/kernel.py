@@ -364,7 +364,7 @@ def load_queries(
     band: Band, walk: Walk, config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
     """Q and dO of every tile, with the statistics of their rows. Where K and V are still to come, into the place that `keys` says, they come behind
-    the first tile, whose place is free earlier.
+    the first tile, as its place is free earlier.
     """
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     missing, last = Boolean(keys is not None), None
@@ -559,6 +559,6 @@ def bulk(instruction: Constexpr[str], gSum: cute.Tensor, sm: Smem, config: Const
 @cute.jit
 def give_turn(counter: Int64):
     """What was added is there before the next one's turn is. Without the fence (relaxed) parts of what the second block adds are lost: the first
-    one's bulk copy says that it is complete before its last numbers are where additions are made.
+    one's bulk copy says that it is complete before its last elements are where additions are made.
     """
     arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[counter])

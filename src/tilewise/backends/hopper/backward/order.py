@@ -54,7 +54,7 @@ def order_of(turns: Turns, n_blocks: Int32, Q: cute.Tensor, K: cute.Tensor, conf
 
 @cute.jit
 def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Config]) -> Order:
-    """The order for packed documents, whose lengths may be known on the GPU alone: all heads ascend, unless one walk is so long that the launch would
+    """The order for packed documents; the GPU alone may know their lengths. All heads ascend, unless one walk is so long that the launch would
     wait for it at the end.
 
     The blocks of a descending document begin side by side at its end and wait for each other in a chain, one document after another.
@@ -88,7 +88,7 @@ class Visits(NamedTuple):
 
 
 class Visitors(NamedTuple):
-    """Blocks of keys [first, last) whose walk visits a tile of queries."""
+    """Blocks of keys [first, last) that visit a tile of queries on their walk."""
 
     first: Int32
     last: Int32

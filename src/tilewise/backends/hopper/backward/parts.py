@@ -29,7 +29,7 @@ class Tensors(NamedTuple):
     minus_delta: cute.Tensor  # likewise: -delta
     sum_dQ: cute.Tensor  # (batch, heads_q, m_blocks, tile_m * head_dim) fp32, a tile in the order of its registers
     turns: cute.Tensor  # (batch, heads_q, m_blocks, counters) int32: how often a tile, or a warpgroup's part of it, has been added to;
-    # `one_block`: how many warps have written finite numbers of it
+    # `one_block`: how many warps have written finite elements of it
     dQ: cute.Tensor | None  # the gradient, where the consumers write it themselves (`one_block`)
     changes: Changes
     spoiled: cute.Tensor | None  # (1 + .,) int32: how many parts of gradients are not finite, and which (repair/entries.py)
@@ -73,7 +73,7 @@ def vector(gX: cute.Tensor, i: Int32, numbers: Constexpr[int]) -> cute.Tensor:
 
 @cute.kernel
 def finish(tensors: Tensors, mdQ: cute.Tensor, band: Band, scale: Float32, mma: cute.TiledMma, config: Constexpr[Config]):
-    """A block a tile of queries, with the threads of the product that computed it: each has the numbers that it had. Where most tiles are finished
+    """A block a tile of queries, with the threads of the product that computed it: each has the elements that it had. Where most tiles are finished
     already (finish.py), fewer blocks look for those that are not.
     """
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
@@ -151,7 +151,7 @@ def write_at_once(
     tensors: Tensors, acc: cute.Tensor, mma: cute.TiledMma, thread: Int32, batch: Int32, head: Int32, m_block: Int32, scale: Float32,
     config: Constexpr[Config],
 ):  # fmt: skip
-    """dQ of a tile whose keys are all here, by the threads that computed it; what is not finite is left to `finish`."""
+    """dQ of a tile where one block has all keys, by the threads that computed it; what is not finite is left to `finish`."""
     shape = const_expr((config.head_dim, config.tile_m) if config.dq_transposed else (config.tile_m, config.head_dim))
     cdQ = mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
     finite = all_finite(acc) if const_expr(config.repairs) else Boolean(True)

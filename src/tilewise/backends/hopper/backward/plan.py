@@ -54,7 +54,7 @@ class Plan:
 
     config: Config
     m_blocks: int  # tiles of queries
-    band: tuple[int, ...]  # the numbers of operands.Band
+    band: tuple[int, ...]  # the integers of operands.Band
     last_q: int  # operands.Scalars
     last_k: int
     turns: tuple[tuple[slice, Turns], ...]  # for each launch its batch entries, at most MOST, and the order of its blocks
@@ -105,7 +105,7 @@ def _q_heads_in_turn(config: Config, call: Call) -> bool:
 @lru_cache(1024)
 def wide_keys(config: Config) -> Config:
     """With dK and dV in fp32. Two kernels would spill 8 bytes by that: under tables at head_dim 64, which therefore has tiles of 64 queries, and
-    of one block of keys at 128 without a mask, whose consumers need the registers that ROOMY gives to others. dQ has the same bits.
+    of one block of keys at 128 without a mask: its consumers need the registers that ROOMY gives to others. dQ has the same bits.
     """
     config = replace(config, wide_keys=True)
     if config.mask_kind == "tiles" and config.tile_m == 128 and not config.one_block:
@@ -221,7 +221,7 @@ def _heads_per_step(config: Config, heads: int, group: int, seqlen_q: int) -> in
 
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, gpu: Gpu) -> int:
-    """Heads that take turns under a full mask: so many that a head has few blocks at a time, unless these then have to fetch all anew. H200,
+    """Heads that take turns under a full mask: enough that a head has few blocks at a time, unless these then have to fetch all anew. H200,
     2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
     """
     read = _read(config, group, seqlen_q)
@@ -283,8 +283,8 @@ def elements_of_part(config: Config) -> int:
 
 
 def _as_much_as_the_longest(blocks: int, num_sms: int) -> int:
-    """Heads, whose blocks are 1, 2, ... `blocks` tiles long, that have as much work as `num_sms` of the longest. If as many take turns at the end,
-    longest first, all multiprocessors come to an end at about the same time.
+    """Heads that have as much work as `num_sms` of the longest blocks; the blocks of a head are 1, 2, ... `blocks` tiles long. If as many take turns
+    at the end, longest first, all multiprocessors come to an end at about the same time.
     """
     return -(-2 * num_sms // (blocks + 1))
 

@@ -14,8 +14,8 @@ from tilewise.sm90 import tma
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, Int64, arch, const_expr, cute, cutlass, range_constexpr
 
 THREADS = 256  # of a block
-VECTOR = 8  # 16-bit numbers in a 16-byte read
-AT_ONCE = 2  # rows that a thread reads at once: with more it has so many registers that fewer threads find room
+VECTOR = 8  # 16-bit elements in a 16-byte read
+AT_ONCE = 2  # rows that a thread reads at once: with more, its registers leave room for fewer threads
 LOG2_E = 1.4426950408889634
 
 
@@ -43,7 +43,7 @@ class Written(NamedTuple):
 
 @cute.kernel
 def prepare(read: Read, band: Band, written: Written, known: Int32, config: Constexpr[Config]):
-    """A block a tile of queries. known: how many numbers at the end of `spoiled` become 0."""
+    """A block a tile of queries. known: how many elements at the end of `spoiled` become 0."""
     sum_dQ, turns, counter, spoiled = written[2:]
     thread, (m_block, head, batch) = arch.thread_idx()[0], arch.block_idx()
     arch.griddepcontrol_launch_dependents()

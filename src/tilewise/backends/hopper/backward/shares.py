@@ -45,7 +45,7 @@ def partials_of_group(sums: cute.Tensor, counters: cute.Tensor, block: Block, te
 @cute.jit
 def lent(sums: cute.Tensor, tensors: Tensors) -> Int32:
     """How many queries of all sequences, the last ones, have parts where their dQ goes, which therefore has to wait until this kernel is through."""
-    return cute.ceil_div(2 * sums.shape[0] * sums.shape[1], tensors.Q.shape[2] * tensors.Q.shape[3])  # two 16-bit numbers for one of 32
+    return cute.ceil_div(2 * sums.shape[0] * sums.shape[1], tensors.Q.shape[2] * tensors.Q.shape[3])  # two 16-bit elements for one of 32
 
 
 @cute.jit
@@ -90,7 +90,7 @@ def count(partials: Partials, number: Int32, config: Constexpr[Config]):
 
 @cute.jit
 def wait_for(partials: Partials, number: Int32, parts: Int32, config: Constexpr[Config]):
-    """Until the place with a number holds so many parts."""
+    """Until place `number` holds `parts` parts."""
     if arch.thread_idx()[0] == THREADS:
         while now_at((partials.ready.iterator + number).toint()) < parts:
             pass
@@ -106,7 +106,7 @@ def add_others(partials: Partials, acc_dK: cute.Tensor, acc_dV: cute.Tensor, blo
 
 @cute.jit
 def add_from(partials: Partials, number: Int32, parts: Int32, acc_dK: cute.Tensor, acc_dV: cute.Tensor, config: Constexpr[Config]):
-    """What is at the place with a number, once it holds so many parts."""
+    """Add what is at place `number`, once it holds `parts` parts."""
     wait_for(partials, number, parts, config)
     threads, address = config.consumers * THREADS, place_of(partials, number, config)
     for i in range_constexpr(vectors_of(acc_dK)):

@@ -119,7 +119,7 @@ def kernel(config: Config) -> jit.Kernel:
 
 
 def columns_arguments(config: ColumnsConfig) -> list:
-    """Stand-ins for `intervals.launch`'s tensors and numbers."""
+    """Stand-ins for `intervals.launch`'s tensors and scalars."""
     made = StandIns(config)
     keys, queries, *others = made(Columns)
     return [made(Packed), keys, queries, made(Ints("n_blocks 4")), *others]
@@ -156,7 +156,7 @@ def _columns(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, inner: Offsets, seqlen_
 
 
 def visits_of(planes: tuple[Plane, ...], batch: int, heads: int, config: Config, device: torch.device) -> Visits:
-    """The visits of a mask whose regions are `planes`, for `batch` entries and `heads` query heads; made once, and kept."""
+    """The visits of a mask with the regions of `planes`, for `batch` entries and `heads` query heads; made once, and kept."""
     regions = tuple(plane.region for plane in planes)
     where = tuple((plane.batch, plane.heads) for plane in planes)
     key = "hopper visits", config.tile_m, config.tile_n, device, batch, heads, where, tuple(map(id, regions))

@@ -137,7 +137,7 @@ def swizzled(dtype, rows: int, columns: int, stages: int, share: int) -> cute.Co
 def load_row(
     gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, numbers: Constexpr[int]
 ):  # fmt: skip
-    """`numbers` of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
+    """`numbers` elements of 32 bits from the first of gX on; both sides lie at multiples of 16 bytes."""
     with arch.elect_one():
         arch.inline_ptx(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
@@ -172,7 +172,7 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, shape: Constexpr[tuple]) -> cute.Tensor:
-    """The numbers of an accumulator, rounded, in the registers of a product's left operand: the same order."""
+    """The elements of an accumulator, rounded, in the registers of a product's left operand: the same order."""
     rounded = left_operand(tiled_mma, shape)
     fragments.round_into(rounded, acc)
     return rounded

@@ -27,7 +27,7 @@ WAVES = 2  # of thread blocks that there should be
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ScoreChanges):
-    """What the kernel is compiled for; beside head_dim, the fields of `config.Config` that scores/ goes by."""
+    """What the kernel is compiled for: head_dim, and the fields of `config.Config` that scores/ goes by."""
 
     dtype: torch.dtype
     mask_kind: Literal["band", "varlen", "tiles"]  # as in visible/, but any single band
@@ -52,7 +52,7 @@ class Config(ScoreChanges):
 
     @property
     def stages(self) -> int:
-        """Of the ring, 32 KB each, beside what threads keep of the bias."""
+        """Of the ring, 32 KB each, next to what threads keep of the bias."""
         return 6 if self.bias.itemsize == 2 else 5
 
     @property
@@ -62,7 +62,7 @@ class Config(ScoreChanges):
 
     @property
     def vector(self) -> int:
-        """Numbers of a bias in 16 bytes."""
+        """Elements of a bias in 16 bytes."""
         return 16 // self.bias.itemsize
 
     @property
@@ -85,7 +85,7 @@ def parts_of(call: Call, multiprocessors: int) -> int:
 
 
 def bytes_of_sums(call: Call, multiprocessors: int) -> int:
-    """Of the memory that the gradient takes beside itself."""
+    """Of the memory that the gradient takes in addition to its own tensor."""
     parts = parts_of(call, multiprocessors)
     return 0 if parts == 1 else 4 * (parts * call.bias.numel() + _numbers_of_total(call.bias))
 
@@ -116,7 +116,7 @@ def kernels(call: Call) -> list[jit.Kernel]:
 
 
 def kernel(call: Call, multiprocessors: int) -> jit.Kernel:
-    """Of `kernels`, the one that the call launches on a GPU of so many multiprocessors."""
+    """Of `kernels`, the one that the call launches on a GPU with that many multiprocessors."""
     return jit.Kernel(LAUNCH, arguments, config_of(call, by_rows(call), parts_of(call, multiprocessors) == 1))
 
 

@@ -56,7 +56,7 @@ class Loads(NamedTuple):
 class Smem(NamedTuple):
     A: cute.Tensor  # (tile_m, COLUMNS, stages): of Q or dO
     B: cute.Tensor  # (tile_n, COLUMNS, stages): of K or V
-    bias: cute.Tensor  # (numbers of a vector, vectors of a thread, threads): what this thread alone reads of it
+    bias: cute.Tensor  # (elements of a vector, vectors of a thread, threads): what this thread alone reads of it
     sums: cute.Tensor | None  # (tile_n, warps of the consumers): where dB has no rows, each warp's over its queries
 
 
@@ -219,7 +219,7 @@ def next_place(place: Place, total: Sum) -> Place:
 
 @cute.jit
 def item(place: Place, total: Sum, tensors: BiasTensors, band: Band, config: Constexpr[Config]) -> Item:
-    """The tile of queries, and whose it is."""
+    """The tile of queries, with its head and batch entry."""
     group = tensors.Q.shape[2] // tensors.K.shape[2]
     batch, head, m_block, ref = place.batch, place.head, total.m_block, Int32(UNMASKED)
     if const_expr(not config.rows):  # else it stays the same, and what follows from it need not be worked out again
@@ -311,7 +311,7 @@ def add_item(
     acc_dB: cute.Tensor, its: Item, total: Sum, state: pipeline.PipelineState, tensors: BiasTensors, own: Own, band: Band, changes: Changes,
     config: Constexpr[Config],
 ) -> pipeline.PipelineState:  # fmt: skip
-    """dB += dS of an item, whose stages begin at `state`; returns where the next one's do."""
+    """dB += dS of an item. Its stages begin at `state`; returns where those of the next item begin."""
     pipe, operands, tScS, own_bias, mma = own
     rows = rows_of(its, total.n0, tScS, tensors, band, config)  # read ahead of the products
     acc_S, acc_dP = (cute.make_rmem_tensor(tScS.shape, Float32) for _ in range(2))
@@ -358,7 +358,7 @@ def finish_products(pipe: pipeline.PipelineTmaAsync, done: pipeline.PipelineStat
 
 @cute.jit
 def keep_bias(own_bias: cute.Tensor, tScS: cute.Tensor, changes: Changes, total: Sum, config: Constexpr[Config]):
-    """What this thread reads of the bias, the same for all items: one row's numbers, then the other's, if they differ. 0 beyond the last key."""
+    """What this thread reads of the bias, the same for all items: elements of one row, then of the other, if they differ. 0 beyond the last key."""
     at, bias = fragments.by_rows(tScS), scores.bias_of(changes, Head(total.batch, total.head))
     some = cute.make_rmem_tensor(config.vector, own_bias.element_type)
     columns = const_expr(cute.size(at, mode=[1]))

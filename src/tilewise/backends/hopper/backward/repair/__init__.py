@@ -17,5 +17,5 @@ of a gradient and some of its columns. This kernel works the list off:
 
 NaN by right is the usual case, as gradients overflow in training, and so it is settled first. The same code serves dQ, dK and dV, which differ in
 the operands of their products. It hardly ever has anything to do, but no backward pass ends without it, and so it has to be compiled in little time:
-what need not be fast is a loop, and lies in shared memory, as registers have no numbers that a loop could count.
+what need not be fast is a loop, and lies in shared memory, as a loop cannot index registers.
 """

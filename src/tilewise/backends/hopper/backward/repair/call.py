@@ -1,4 +1,4 @@
-"""Repairs, seen from torch: the kernel that follows those whose gradients it repairs, and its operands."""
+"""Repairs, seen from torch: the kernel that repairs the gradients of the kernels before it, and its operands."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def kernels(config: Config) -> list[jit.Kernel]:
 
 
 def bind(call: Call, config: Config, num_sms: int) -> tuple[Callable, RepairScalars] | None:
-    """The launch, for gradients that kernels of that configuration compute, and its numbers."""
+    """The launch, for gradients that kernels of that configuration compute, and its scalars."""
     launch = next((jit.compiled(*each) for each in kernels(config)), None)
     return None if launch is None else (launch, scalars_of(call, config, num_sms))
 

@@ -1,4 +1,4 @@
-"""What a kernel of repair depends on: less than the kernels whose gradients it repairs, so that those of many lengths and tiles share one."""
+"""What a kernel of repair depends on: less than the kernels that it repairs gradients of, so that those of many lengths and tiles share one."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -45,5 +45,5 @@ class RepairConfig(ScoreChanges):
 
     @property
     def may_look(self) -> bool:
-        """Whether it may be known which hidden numbers have made a row NaN (Config.looks)."""
+        """Whether it may be known which hidden elements have made a row NaN (Config.looks)."""
         return self.mask_kind != "tiles" and self.bias is None

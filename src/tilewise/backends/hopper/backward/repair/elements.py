@@ -22,7 +22,7 @@ class Matrix(NamedTuple):
     step: Int64  # bytes from row to row
     rows: Int32
     columns: Int32
-    with_delta: Boolean  # the matrix is dO, whose rows have deltas
+    with_delta: Boolean  # the matrix is dO; its rows have deltas
     looked: Int64  # address of the states of its pieces, an int32 each (pieces.py); 0 for a gradient
 
 
@@ -56,7 +56,7 @@ def column_of(column0: Int32, step: Int32 | int) -> Int32:
 
 
 def address_of(X: Matrix, row: Int32, column: Int32, size: int = 2) -> Int64:
-    """Of an element of so many bytes."""
+    """Of an element of `size` bytes."""
     return X.address + row * X.step + size * column
 
 

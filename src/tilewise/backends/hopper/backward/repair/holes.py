@@ -145,7 +145,7 @@ def write(
 ):  # fmt: skip
     """Write factor * total into the holes, in the gradient's dtype; the warps divide rows and steps of columns.
 
-    total: this lane's sums, and lost: its infinities beside these, both in shared memory.
+    total: this lane's sums; lost: the infinities to be added to these; both in shared memory.
     """
     dtype = dsl(config.dtype)
     for i in cutlass.range(warp, 2 * cute.size(holes), WARPS, unroll=1):
@@ -170,7 +170,7 @@ def write(
 
 
 def with_infinities(total: cute.Tensor, infinite: Int32, step: Int32, half: Int32, x: int) -> Float32:
-    """A sum of this lane's, (4, columns / EIGHT), and the infinities beside it."""
+    """A sum of this lane's, (4, columns / EIGHT), with its infinities added."""
     number = total[place_of(step, half, x)]
     for sign, place in ((1.0, x), (-1.0, 2 * EIGHT + x)):
         number = either_number((infinite >> place) & 1 != 0, number + sign * Float32.inf, number)

@@ -118,7 +118,7 @@ def settle_keys(entry: Entry, at: Others, holes: cute.Tensor, band: Band, looks:
 
 @cute.jit
 def lost_query(at: Others, begin: Int32, end: Int32, last: Boolean) -> Int32:
-    """The last query in [begin, end) whose log-sum-exp or delta is NaN, or the first one if not `last`; NONE if there is none. A lane reads four
+    """The last query in [begin, end) with a log-sum-exp or delta of NaN, or the first one if not `last`; NONE if there is none. A lane reads four
     queries at a time.
     """
     found, statistics = Int32(NONE), cute.make_rmem_tensor((4, 2), Float32)

@@ -2,7 +2,7 @@
 
 The warps divide the others, ROWS at a time. S and dP are products from registers; P and dS are set to 0 for hidden pairs. The gradient is another
 product, with the finite elements of the others; for their elements that are not finite, products count the terms of either sign. The warps' sums are
-added up in one order. For dK and dV the queries whose delta is not finite come first: after them only finite terms follow.
+added up in one order. For dK and dV the queries with a delta that is not finite come first: after them only finite terms follow.
 """
 
 import torch

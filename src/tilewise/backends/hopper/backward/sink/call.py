@@ -34,7 +34,7 @@ class SinkTensors(NamedTuple):
 
 
 class SinkScalars(NamedTuple):
-    """Numbers of a sink's gradient."""
+    """Scalars of a sink's gradient."""
 
     unit: float  # of lse: in natural units it is 1
     rest: float  # what the sum is still to be multiplied by (changes.rest)

@@ -8,7 +8,7 @@ from tilewise.sm90.dsl import Constexpr, CUstream, Float32, SmemAllocator, arch,
 
 WARP, WARPS = 32, 16
 THREADS = WARP * WARPS  # of a thread block
-VECTOR = 4  # numbers in a 16-byte read
+VECTOR = 4  # elements in a 16-byte read
 LOG2_E = 1.4426950408889634
 
 
