@@ -1,4 +1,4 @@
-"""A forward pass whose kernel and arguments were found once, for more tensors of the same shapes, strides and dtype."""
+"""A forward pass by a kernel and arguments that were found once, for more tensors of the same shapes, strides and dtype."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ TENSORS = "q", "k", "v", "bias", "alibi_slopes", "sink", "q_scale", "k_scale", "
 class Bound:
     """Attention of tensors like those of `call`, on whichever stream is current; the tensors' device need not be.
 
-    What a kernel writes beside O is kept, one a stream: launches of one stream follow each other. A CUDA graph may be replayed on any stream,
+    What a kernel writes other than O is kept, one a stream: launches of one stream follow each other. A CUDA graph may be replayed on any stream,
     so what it captures gets its own.
     """
 
@@ -92,7 +92,7 @@ class Bound:
             if o is None or not in_place(o) or self.packed is not None:
                 o = self.empty(*self.o)
             if first is not None:
-                first(extras.cu_seqlens_q, extras.cu_seqlens_k, True)  # whose mask was checked
+                first(extras.cu_seqlens_q, extras.cu_seqlens_k, True)  # their mask was checked
             if self.made is not None:
                 rest = *rest, *self.made(*extras)
             if not call.row_max:

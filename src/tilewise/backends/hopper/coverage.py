@@ -41,7 +41,7 @@ def refused(problem: Problem) -> list[str]:
 
 
 def latent(problem: Problem) -> bool:
-    """Whether only decode covers the problem, of caches whose values are the first columns of their keys."""
+    """Whether only decode covers the problem, of caches with values that are the first columns of their keys."""
     alike = problem.device == "cuda" and problem.dtype in (torch.bfloat16, torch.float16) and not problem.mixed
     return alike and latent_dims(problem.head_dim, problem.head_dim_v) is not None
 

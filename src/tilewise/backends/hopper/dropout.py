@@ -1,8 +1,8 @@
-"""Dropout in kernels: which pairs are kept, bit for bit as backends/philox.py says, whose counters one evaluation serves four keys of a query.
+"""Dropout in kernels: which pairs are kept, bit for bit as backends/philox.py says: one evaluation at a counter serves four keys of a query.
 
 Of a tile's scores no thread holds four neighbouring keys of a query, but some lanes of a warp do so together. Each of them evaluates the generator
 for another query, or other keys, of theirs, and they exchange bits, so that no word is computed twice. What is kept is a bit for each of a thread's
-numbers; the factor 1 / (1 - p) is left to whoever writes the sums.
+elements; the factor 1 / (1 - p) is left to whoever writes the sums.
 """
 
 import torch
@@ -52,7 +52,7 @@ def marked(bits: Int32, place: int, word: Int32, draw: Draw) -> Int32:
 
 @cute.jit
 def of_rows(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexpr[int]) -> cute.Tensor:
-    """Where a thread's rows are queries: (2,) int32, of `place_in_rows`, of at most 32 numbers a row. query, key: of its first number.
+    """Where a thread's rows are queries: (2,) int32, of `place_in_rows`, of at most 32 elements a row. query, key: of its first element.
 
     Of every eight keys two neighbouring lanes have four, of two queries; each evaluates for both queries, in half of the keys. So the first three
     products of a round that keys alone decide serve two queries.
@@ -74,7 +74,7 @@ def of_rows(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexp
 
 @cute.jit
 def of_columns(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Constexpr[int]) -> cute.Tensor:
-    """Where a thread's columns are queries: (words,) int32, of `place_in_columns`. query, key: of its first number.
+    """Where a thread's columns are queries: (words,) int32, of `place_in_columns`. query, key: of its first element.
 
     Four lanes have four keys of a query; of every eight columns two queries, and in either half of the rows. Each evaluates for one of these four
     sets, and has then a byte for every lane; so have the others.
@@ -98,28 +98,28 @@ def of_columns(draw: Draw, head: Int32, query: Int32, key: Int32, columns: Const
 
 
 def place_in_rows(r: int, c: int, columns: int) -> tuple[int, int]:
-    """(word, bit) of a thread's number c of its row r, which has as many `columns`."""
+    """(word, bit) of a thread's element c of its row r, which has as many `columns`."""
     return c // (columns // 2), HALF * r + c % (columns // 2)
 
 
 def place_in_columns(r: int, c: int) -> tuple[int, int]:
-    """(word, bit) of a thread's number c of its row r."""
+    """(word, bit) of a thread's element c of its row r."""
     return c // (2 * PAIRS), 8 * (2 * r + c % 2) + c // 2 % PAIRS
 
 
 def row_and_column(i: int) -> tuple[int, int]:
-    """Of number i of an accumulator, as `fragments.by_rows` has it."""
+    """Of element i of an accumulator, as `fragments.by_rows` has it."""
     return i // 2 % fragments.ROWS, i // 4 * 2 + i % 2
 
 
 def in_columns(bits: cute.Tensor, i: int, kept: Float32 | float = 1.0) -> Float32:
-    """`kept` where number i of an accumulator is kept, else 0; bits: of `of_columns`."""
+    """`kept` where element i of an accumulator is kept, else 0; bits: of `of_columns`."""
     word, place = place_in_columns(*row_and_column(i))
     return kept_as(kept, bits[word], place)
 
 
 def in_rows(bits: cute.Tensor, r: int, c: int, columns: int, kept: Float32) -> Float32:
-    """Likewise for a thread's number c of its row r, which has as many `columns`; bits: of `of_rows`."""
+    """Likewise for a thread's element c of its row r, which has as many `columns`; bits: of `of_rows`."""
     word, place = place_in_rows(r, c, columns)
     return kept_as(kept, bits[word], place)
 

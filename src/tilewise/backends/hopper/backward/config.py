@@ -412,8 +412,8 @@ def tile_dims(head_dim: int, head_dim_v: int) -> tuple[int, int] | None:
     return next((dims for dims in sorted(TILES) if head_dim <= dims[0] and head_dim_v <= dims[1]), None)
 
 
-# Instead, for masks of these kinds and from that many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory for
-# each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
+# Instead, for masks of these kinds and from that many queries on, the last that applies. Larger tiles of queries and keys ask less of shared memory
+# for each product, and short sequences fill them badly; a block that visits few tiles would have to wait for what it finishes. H200, 2026-11-22
 # (lab/rows/: backward-adders-h200.jsonl; `roomy` backward-prepares-h200.jsonl; what was chosen before backward-schedules-h200.jsonl,
 # backward-dense-h200*).
 FINISHES, PERSIST, SHARED, PAIRWISE = dict(finishes=True), dict(persistent=True), dict(shares=True), dict(pairwise=True)

@@ -1,4 +1,4 @@
-"""New keys and values into their caches, keys rotated on the way: a thread block a token, a thread eight numbers of a head.
+"""New keys and values into their caches, keys rotated on the way: a thread block a token, a thread eight elements of a head.
 
 What is written is bit for bit what torch writes (runtime/append_operator.py). The launch may overlap the end of the one before it, and the
 beginning of the one behind it, which is mostly decode's.
@@ -11,7 +11,7 @@ from tilewise.sm90.dsl import Boolean, Constexpr, CUstream, Int32, Int64, arch, 
 from tilewise.sm90.pointers import known
 
 THREADS, WARP = 256, 32
-WIDE = 8  # numbers that a thread moves
+WIDE = 8  # elements that a thread moves
 FAR = 2**31 - 1  # a length beyond is as good as this
 
 

@@ -14,7 +14,7 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Int32, arch, cute
 
 ARRIVED = 2  # a named barrier
 BITS = 10  # of a field
-MOST = (1 << BITS) - 1  # pieces of a unit whose blocks wait
+MOST = (1 << BITS) - 1  # pieces of a unit that blocks wait for
 WAITS, LEFT = 1 << BITS, 1 << 2 * BITS  # one more in the second and the third field
 
 

@@ -1,4 +1,4 @@
-"""Calls of decode whose kernel, workspace and numbers are found: by what these depend on, which is no tensor's content or length."""
+"""Calls of decode with their kernel, workspace and scalars, found by what these depend on, which is no tensor's content or length."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ Bound = TypeVar("Bound")
 class Decoder:
     """Calls of one launch, as `Backend.bind_decode` has them, on whichever stream is current.
 
-    Workspace is kept, one a stream, whose launches follow each other. A CUDA graph may be replayed on any stream, so what it captures gets its own.
+    Workspace is kept, one a stream, as its launches follow each other. A CUDA graph may be replayed on any stream, so what it captures gets its own.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     aligned: bool = True  # blocks side by side read the key heads of the same tokens
     rows: int = 0  # of a unit, at most; 0: `extents.rows_of_unit`
     elements_per_extra_tile: int = (
-        4096  # of O in a piece: a block has a tile more for each so many, at least, as a piece takes time to be added up
+        4096  # of O in a piece: for each 4096 of them a block has at least one tile more, as a piece takes time to be added up
     )
     solo_speedup_x4: int | None = None  # in place of `Config.solo_speedup_x4`; 0: shares are always equal
     fitted: bool = True  # equal shares end with units, where that leaves few thread blocks idle
@@ -43,7 +43,7 @@ class Cut(NamedTuple):
 
 
 USUAL = Cut()
-LATENT_FACTOR = 4  # as many of a latent cache, whose tiles take twice as long, and whose pieces twice as many threads add up
+LATENT_FACTOR = 4  # as many for a latent cache: its tiles take twice as long, and twice as many threads add its pieces up
 
 
 def why_not(call: DecodeCall) -> list[str]:
@@ -234,7 +234,7 @@ def arguments(config: Config) -> list:
 
 
 def columns(units: int, blocks: int) -> int:
-    """As many columns of key heads, or of tiles of rows (scheduler.py), as leave few of so many thread blocks idle."""
+    """As many columns of key heads, or of tiles of rows (scheduler.py), as leave few of `blocks` thread blocks idle."""
     return max(n for n in range(1, units + 1) if units % n == 0 and blocks % n / blocks <= MAX_IDLE_FRACTION)
 
 
@@ -271,7 +271,7 @@ def _need(call: DecodeCall, config: Config, cut: Cut = USUAL) -> Need:
 
 
 def stairs_of(group: int, tile_n: int, rows: int) -> tuple[int, int]:
-    """(tiles of rows, logarithm of tiles of keys): under a diagonal so many tiles of rows further, keys end so many tiles later."""
+    """(tiles of rows, logarithm of tiles of keys): under a diagonal, that many tiles of rows further, keys end that many tiles later."""
     common = gcd(group * tile_n, rows)
     return group * tile_n // common, (rows // common).bit_length() - 1
 

@@ -23,7 +23,7 @@ BYTES, NUMBERS = 13, 32  # a clock of a multiprocessor: from memory; of K and V 
 TILE_CLOCKS, KEY_CLOCKS = (
     580,
     2.5,
-)  # what a tile and each of its keys take besides: at head_dim 128 with 64 keys 1,250 in all, 1,750 with two warpgroups
+)  # what a tile and each of its keys take in addition: at head_dim 128 with 64 keys 1,250 in all, 1,750 with two warpgroups
 SMALL_TILE = 64  # keys of a tile at most, where there are few
 FEW_KEYS = 1 << 14  # of all key heads: fewer tiles of 128 than multiprocessors
 
@@ -131,7 +131,7 @@ class Config(ScoreChanges):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """Of a thread of each of three warpgroups, where there are so many: which multiply, load and widen, or multiply, multiply and load. Together
+        """Of a thread of each of three warpgroups, where there are three: they multiply, load and widen, or multiply, multiply and load. Together
         no more than their launch gets (`LAUNCHED`): whoever asked for more would wait for ever.
         """
         if self.widens:
@@ -169,7 +169,7 @@ LONG = 1024  # rows of a sequence on average, from which large tiles of keys are
 MANY_ROWS = 1024  # of ragged queries beyond the first of each sequence, for which they are taken as chunks
 IN_EIGHT_BITS = TILES | {(128, 128): 128}  # of a cache
 
-# Likewise where V is the first columns of K: keys, and stages, which lie in shared memory beside Q.
+# Likewise where V is the first columns of K: keys, and stages, which lie in shared memory next to Q.
 LATENT_TILES = {(320, 256): (64, 3), (576, 512): (64, 2)}
 LATENT_PIECES = {"most_pieces": 16}  # each is up to 128 KB
 
@@ -221,7 +221,7 @@ def _latent(dtype: torch.dtype, dims: tuple[int, int], page_size: int | None, fi
 
 
 def _box(page_size: int | None, tile_n: int) -> int:
-    """`Config.box` for pages of so many tokens."""
+    """`Config.box` for pages of `page_size` tokens."""
     box = gcd(page_size, tile_n) if page_size else 0
     return 1 if 0 < box < LEAST_BOX else box
 
@@ -252,8 +252,8 @@ def shipped(dtype: torch.dtype, head_dim: int, head_dim_v: int, **fields) -> lis
 
 
 def kinds(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> Iterator[tuple[dict, tuple]]:
-    """What calls of servers are like beside the plain ones, as fields of `Config`, and their pages: packed queries, chunks of many tokens, rotary
-    tables for the whole head, caches in e4m3. Of those with many rows and those that are rotated without a thought for small caches.
+    """Calls of servers other than the plain ones, as fields of `Config`, and their pages: packed queries, chunks of many tokens, rotary
+    tables for the whole head, caches in e4m3. Those with many rows and those that are rotated take no account of small caches.
     """
     yield {"ragged": True}, SERVED[1:]
     dims = tile_dims(head_dim, head_dim_v)

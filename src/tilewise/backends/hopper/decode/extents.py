@@ -48,7 +48,7 @@ def rows_of_unit(call: DecodeCall) -> int:
 def rows_of(call: DecodeCall) -> dict:
     """What `Config` has of the rows of a sequence: nothing where they are few.
 
-    With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: what may be one chunk beside single
+    With two warpgroups a tile of keys serves twice as many rows. Of ragged queries the host knows the sum only: what may be one chunk among single
     tokens is slower where later rows see later keys, unless it is large. Bits do not depend on it.
     """
     dims, window = tile_dims(call.q.shape[-1], call.v_cache.shape[3]), window_of(call.mask)
@@ -65,6 +65,6 @@ def rows_of(call: DecodeCall) -> dict:
         if found.get("overlap") and call.split is None and average < LONG and TILES[dims] < OVERLAPPED_TILE:
             found["tile_n"] = TILES[dims]
     closed = window.lo > -FAR or window.hi < FAR
-    if rows > TILE_M * found.get("consumers", 1) and closed and call.share is None:  # whose keys do not end a whole tile later
+    if rows > TILE_M * found.get("consumers", 1) and closed and call.share is None:  # the keys of a share do not end a whole tile later
         found["causal_tiles"] = True
     return found

@@ -1,4 +1,4 @@
-"""Flash decode: one launch of one thread block a multiprocessor, whose shares of all sequences' key tiles are equal (scheduler.py).
+"""Flash decode: one launch of one thread block a multiprocessor, with equal shares of all sequences' key tiles (scheduler.py).
 
 Two warps load, one K and one V (loads.py), into a ring deep enough to keep memory busy while a warpgroup multiplies, takes the softmax, begins and
 ends units. The rows of a tile are the query tokens of a sequence times the heads that share a key head. Q goes straight to registers, O straight
@@ -289,7 +289,7 @@ def queries(
         rows.load_queries(Q, tensors, unit, sequence, config)
         return Q
     dtype = tensors.Q.element_type
-    as_O = wgmma.product_of(config, config.head_dim, dtype)  # whose registers have the order of those
+    as_O = wgmma.product_of(config, config.head_dim, dtype)  # its registers have the order of Q's
     held = cute.make_rmem_tensor(as_O.partition_shape_C((config.tile_m, config.head_dim)), dtype)
     rows.load_queries(held, tensors, unit, sequence, config)
     atom = sm90.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
@@ -387,7 +387,7 @@ def overlapped_step(
 ) -> pipeline.PipelineState:  # fmt: skip
     """S of the tile from key n0 on and O += P V of the tile before it, both in flight at once; softmax of the one under the other.
 
-    Numbers are added up in the order of `step`. A branch between the waits would have ptxas wait for O before the softmax.
+    Terms are added up in the order of `step`. A branch between the waits would have ptxas wait for O before the softmax.
     """
     before, pipes = state.clone(), shared.pipes
     state.advance()

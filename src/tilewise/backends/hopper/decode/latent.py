@@ -43,7 +43,7 @@ from tilewise.sm90.pointers import known
 
 WARP, COMPUTING = 32, 2 * WARPGROUP  # threads
 LEFT, RIGHT, LOADER = 248, 208, 48  # registers of a thread
-WIDE, BYTES = 8, 16  # numbers that a thread moves at a time, and their bytes
+WIDE, BYTES = 8, 16  # elements that a thread moves at a time, and their bytes
 ABREAST = 9  # pieces of Q that a thread has on their way at a time, at most
 
 
@@ -62,7 +62,7 @@ class Smem(NamedTuple):
     P: cute.Tensor  # (tile_m, tile_n)
     factors: cute.Tensor  # (2, tile_m) fp32: of O's rows; at the end also their log-sum-exp
     broadcast: cute.Tensor  # (2,) int32: what one thread tells the others
-    unit: cute.Tensor  # (numbers, warps) int32: of a unit, what registers are too few for
+    unit: cute.Tensor  # (fields, warps) int32: of a unit, what registers are too few for
 
 
 class Mma(NamedTuple):
@@ -160,7 +160,7 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
 
 
 def halves_of(sK: cute.Tensor, config) -> tuple:
-    """V's, in K's memory: blocks of 64 columns, each a token after another, which is how a product reads a half whose columns are its N."""
+    """V's, in K's memory: blocks of 64 columns, each a token after another, which is how a product reads a half with its columns as N."""
     tile = config.tile_m, config.columns_of_O, config.tile_n
     half = sm90.make_smem_layout_b(wgmma.MN_MAJOR, tile, sK.element_type, 1).outer
     stages = cute.make_layout(config.kv_stages, stride=config.tile_n * config.head_dim)
@@ -273,7 +273,7 @@ def clear(sK: cute.Tensor, n0: Int32, tile: Left, shape: Shape, config: Constexp
 
 @cute.jit
 def hand_over(factors: tuple, P: cute.Tensor | None, sm: Smem, config: Constexpr[Config]):
-    """Factors of this thread's rows, (ROWS,) fp32 each, and P, as the product reads it from registers: words of two numbers, in the order (row, 8
+    """Factors of this thread's rows, (ROWS,) fp32 each, and P, as the product reads it from registers: words of two elements, in the order (row, 8
     columns). Rows of 128 bytes lie in shared memory with their pieces of 16 bytes swizzled by the row's number, so no two lanes meet in a bank.
     """
     arch.barrier(barrier_id=Barrier.TAKEN, number_of_threads=COMPUTING)

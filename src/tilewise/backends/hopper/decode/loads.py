@@ -1,7 +1,7 @@
 """K and V on their way to shared memory, tile after tile of the block's share.
 
 One warp each asks the copy engine for a box of a page, or of the cache, at a time. Page numbers are read a tile ahead. Boxes beyond the last key that
-a row may see are asked for where there is no page, and come as zeros; so does a page whose number is out of range. Pages that are too small or too
+a row may see are asked for where there is no page, and come as zeros; so does a page with a number out of range. Pages that are too small or too
 odd for boxes are gathered token by token, by two warps each, which likewise write zeros for what is not there.
 """
 
@@ -157,7 +157,7 @@ def gather_piece(
 
 @cute.jit
 def hand_on(pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, barrier: Int32, warp: Int32, threads: Constexpr[int]):
-    """So many threads, of warps 0 to ., have written their parts of a stage, for the tensor cores to read."""
+    """`threads` threads, of warps 0 to ., have written their parts of a stage, for the tensor cores to read."""
     arch.fence_proxy("async.shared", space="cta")
     arch.barrier(barrier_id=barrier, number_of_threads=threads)
     if warp == 0:
@@ -183,7 +183,7 @@ def pages_of(b: Int32, n: Int32, gX: cute.Tensor, piece: Piece, shape: Shape, co
 @cute.jit
 def gather_tile(gX: cute.Tensor, address: Int32, pages: tuple, warp: Int32, dim: Constexpr[int], config: Constexpr[Config]):
     """This warp's half of a tile, piece after piece of a token. gX: (pages, page_size, head_dim); address: of the stage."""
-    wide = const_expr(BYTES * 8 // gX.element_type.width)  # numbers
+    wide = const_expr(BYTES * 8 // gX.element_type.width)  # elements
     lanes, of_token = const_expr(config.loaders * WARP), const_expr(dim // wide)
     width = const_expr(columns(dim) // wide)  # pieces of a token in a block of columns
     turns = const_expr(config.tile_n * of_token // lanes)

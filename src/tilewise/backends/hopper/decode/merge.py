@@ -20,9 +20,9 @@ from tilewise.sm90.fragments import LN2, LOG2_E
 from tilewise.sm90.pointers import known
 
 WARP = 32
-WIDE = 4  # numbers that a thread reads or writes at a time
+WIDE = 4  # elements that a thread reads or writes at a time
 SUMS = 4  # that a lane has at a time
-DEEP = 6  # pieces that are read for each of them at a time; so many are few
+DEEP = 6  # pieces that are read for each of them at a time; up to as many are few
 FEW = 8  # lanes that weigh a row's few pieces, or that lie side by side where there are more
 STRANDS = WARP // FEW
 CHUNK = STRANDS * DEEP  # pieces of a sum, over its strands
@@ -224,7 +224,7 @@ def exchanged(x: Float32, y: Float32, first: Boolean, distance: Constexpr[int]) 
 
 @cute.jit
 def over_row(x: Float32, few: Constexpr[bool], combine: Constexpr[Callable]) -> Float32:
-    """Of a number of each lane, combined over the lanes that weigh a row, in the same order for every lane."""
+    """Of one value of each lane, combined over the lanes that weigh a row, in the same order for every lane."""
     for i in range_constexpr(3 if few else 5):
         x = combine(x, arch.shuffle_sync_bfly(x, 1 << i))
     return x
@@ -249,7 +249,7 @@ def wide(sums: cute.Tensor, slot: Int32, row: Int32, column: Int32) -> cute.Tens
 
 @cute.jit
 def vector(mX: cute.Tensor, unit: Unit, token: Int32, head: Int32, column: Int32, n: Constexpr[int]) -> cute.Tensor:
-    """n numbers of a row of O, or of what is shaped like it, from `column` on."""
+    """n elements of a row of O, or of what is shaped like it, from `column` on."""
     first = mX[unit.entry, unit.first_query + token, head, None].iterator + column
     return cute.make_tensor(known(first, n * mX.element_type.width // 8), cute.make_layout(n))
 

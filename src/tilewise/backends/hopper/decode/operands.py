@@ -64,7 +64,7 @@ class Lengths(NamedTuple):
     entries: Annotated[Tensor | None, When("entries"), Of(_everyone, _index("entries"))]  # the entry of K and V that holds a sequence
     leftpad: Annotated[Tensor | None, When("leftpad"), Of(_sequences, _index("leftpad"))]  # the first token that may be seen
     tree: Annotated[Tensor | None, When("tree"), Of("_ new new", torch.uint8)]  # which of the newest tokens see which; _: batch or 1
-    # In a prefix's launch, whose keys are the longest one's of those with queries:
+    # In a prefix's launch, which reads the keys of the longest sequence with queries:
     all_seqlens: Annotated[Tensor | None, When("common"), Of(_everyone, _index("all_seqlens"))] = None
     all_cu_seqlens_q: Annotated[Tensor | None, When("common", ("packed",)), Of("all_cu_seqlens", _index("all_cu_seqlens_q"))] = None
     share: Annotated[Share | None, When("share")] = None  # the tokens that are in the caches; lengths and leftpad are of whole sequences
@@ -83,7 +83,7 @@ class Work(NamedTuple):
     """Pieces of units that several thread blocks share; arrivals are 0 before and after."""
 
     sums: Annotated[Tensor, Floats("slots rows head_dim_v", aligned=True)]  # O of each piece; rows: of a unit, at most
-    lse: Annotated[Tensor, Floats("2 slots rows")]  # of each piece, and of a group of them, whose sum takes the first one's place
+    lse: Annotated[Tensor, Floats("2 slots rows")]  # of each piece, and of a group of them; a group's sum takes its first piece's place
     arrivals: Annotated[Tensor, Ints("counters")]  # two a unit, one a group
     columns: int  # of key heads, side by side
     blocks: int  # thread blocks of a column

@@ -18,7 +18,7 @@ _LENGTHS: dict[tuple[torch.device, int], dict[int, Tensor]] = {}  # by stream
 
 @dataclass(frozen=True, kw_only=True)
 class Common(DecodeCall):
-    """The prefix alone: all queries as those of one sequence, whose keys lie where the longest of those with queries has them. The GPU finds out
+    """The prefix alone: all queries as those of one sequence. Its keys lie where the longest sequence with queries has them. The GPU finds out
     which that is, for others may have ended.
     """
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding of numbers in registers, to a position that is clamped to those of the tables.
+"""Rotary position embedding of elements in registers, to a position that is clamped to those of the tables.
 
-The bits are those of tilewise/rotary.py: products and their sum are rounded to fp32 one by one, then to the numbers' dtype.
+The bits are those of tilewise/rotary.py: products and their sum are rounded to fp32 one by one, then to the elements' dtype.
 """
 
 from tilewise.backends.hopper.decode.append_call import Appending
@@ -12,7 +12,7 @@ from tilewise.sm90.dsl import Constexpr, Float32, Int32, Int64, arch, const_expr
 
 @cute.jit
 def of_numbers(numbers: cute.Tensor, row: cute.Tensor, column: Int32, position: Int64, turn: RotaryTables, config: Constexpr[Appending]):
-    """numbers, those of a row (dim,) from `column` on."""
+    """numbers: the elements of a row (dim,) from `column` on."""
     positions, half = turn.cos.shape
     at = Int32(min(max(position, Int64(0)), Int64(positions) - 1))
     for i in range_constexpr(cute.size(numbers)):

@@ -14,7 +14,7 @@ from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_ex
 from tilewise.sm90.pointers import known
 
 THREADS, WARP, ROWS = 128, 32, 16  # of a warpgroup; of a warp; of a tile that a warp holds
-WIDE = 8  # numbers that a thread clears at a time
+WIDE = 8  # elements that a thread clears at a time
 CLEARED = 1  # a named barrier
 CLEARED_BY = 8  # and the following: likewise, one a warpgroup of several
 QUAD = fragments.QUAD

@@ -1,7 +1,7 @@
 """Which thread block computes what: shares of all key tiles, equal or of whole units, found by every warp for itself from lengths in global memory.
 
 A unit is a sequence, a key head and a tile of rows (query tokens times heads of a group). All units' tiles of keys lie in one row, sequence after
-sequence; where units are many, each has `fixed` places before its tiles that stand for what it costs beside them. Block g of G takes the g-th part
+sequence; where units are many, each has `fixed` places before its tiles that stand for what else it costs. Block g of G takes the g-th part
 of the row. A unit may thus lie in many blocks: its pieces. In a block the unit that began in an earlier one keeps its piece in slot 2 g, the one
 that goes on in a later one in slot 2 g + 1.
 
@@ -9,7 +9,7 @@ Where it is done sooner, shares are whole units instead: then a unit has one pla
 
 A token's key heads lie side by side in memory. So there may be several columns, each with a row of its own that has its part of the key heads alone,
 and G blocks: then the blocks that share a g, which start one after another, read the same tokens at the same time. What is said of g and slots
-above then holds for (column) G + g. Of a latent cache, which has one key head, columns have every so many-th tile of rows instead.
+above then holds for (column) G + g. Of a latent cache, which has one key head, each of n columns has every n-th tile of rows instead.
 
 Where a sequence has many rows (`causal_tiles`), what later ones see begins and ends later. Tiles of rows are taken in steps, from one to the next of
 which that is by a whole number of tiles; so sums over them have a closed form, by which every warp finds the unit that a place belongs to.
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Numbers of a launch."""
+    """Sizes of a launch, and where it finds lengths."""
 
     batch: Int32
     queries: Int32  # of every sequence, at most where they are ragged
@@ -184,7 +184,7 @@ def number(x: cute.Tensor, i: Int32) -> Int32:
 
 @cute.jit
 def owner_of(shape: Shape, config: Constexpr[Config]) -> Int32:
-    """The sequence whose keys a prefix's are: the longest one of those with queries. All lanes of a warp ask."""
+    """The sequence that has a prefix's keys: the longest one of those with queries. All lanes of a warp ask."""
     lengths, owner, longest = shape.lengths, Int32(0), Int32(-1)
     batch = lengths.all_seqlens.shape[0]
     for first in cutlass.range(0, batch, WARP, unroll=1):
@@ -243,7 +243,7 @@ def quotient_up(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def units_of(queries: Int32, shape: Shape) -> Int32:
-    """Of so many queries and a key head."""
+    """Of `queries` queries and a key head."""
     return (queries * shape.group + shape.by_rows.divisor - 1) // shape.by_rows
 
 
@@ -279,7 +279,7 @@ def shares_of(shape: Shape, config: Constexpr[Config]) -> Shares:
 
 @cute.jit
 def sooner_whole(turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape: Shape, config: Constexpr[Config]) -> Boolean:
-    """Whether whole units are done sooner than equal shares, so many of them a block.
+    """Whether whole units, `turns` of them a block, are done sooner than equal shares.
 
     Time is counted in tiles as a block without others goes through them. No way takes less than memory takes to bring everything. Equal shares have
     a block begin and end one unit more, which counts as `fixed` tiles, and add pieces up, which counts as that and `least`; unless they end with
@@ -297,7 +297,7 @@ def sooner_whole(turns: Int32, tiles: Int32, units: Int32, longest: Int32, shape
 
 @cute.jit
 def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, shape: Shape) -> Int32:
-    """At most, until so many busy blocks are through, which share memory, and of which the one with most has so many tiles.
+    """At most, until `busy` blocks are through, which share memory; the one with the most tiles has `most`.
 
     The fewer are left the less memory is asked for: what that takes longer is bounded by how much more that one has than a block on average. And what
     blocks are idle from the beginning on lose: with half of them memory takes an eighth longer.
@@ -308,7 +308,7 @@ def time_of(most: Int32, busy: Int32, tiles: Int32, even: Int32, memory: Int32, 
 
 @cute.jit
 def block_of(place: Int32, shares: Shares) -> Int32:
-    """Whose share a place in the row is: g."""
+    """The block that has a place in the row in its share: g."""
     large = shares.more * (shares.share + 1)
     early = place < large
     before, size = (Int32(0), shares.share + 1) if early else (large, max(shares.share, 1))

@@ -1,8 +1,8 @@
 """Caches of 8 bits: a warpgroup makes q's dtype of every tile, between the copy engine that brings it and the tensor cores that multiply it.
 
 K and V come as they lie, a token after another. They go on, multiplied by their tokens' scales where tokens have some, in the layouts that the
-products read; scales of whole heads wait for S and O, since numbers of 8 bits are exact in 16. So nothing but the cache's own rounding is lost. The
-way is 12 bytes of shared memory for each that memory brings, and two or three operations a number: less time than memory takes.
+products read; scales of whole heads wait for S and O, since elements of 8 bits are exact in 16. So nothing but the cache's own rounding is lost. The
+way is 12 bytes of shared memory for each that memory brings, and two or three operations an element: less time than memory takes.
 """
 
 import torch
@@ -16,10 +16,10 @@ from tilewise.sm90.dsl import Constexpr, Float32, Int32, arch, const_expr, cute,
 from tilewise.sm90.pointers import known
 
 THREADS, WARPS = 128, 4
-WIDE, BYTES = 8, 16  # numbers that a thread widens at a time, and what they take then
+WIDE, BYTES = 8, 16  # elements that a thread widens at a time, and what they take then
 SCALED, WIDENED = 5, 6  # named barriers
 
-HALVES = {  # of four numbers, as two words of two in fp16, exactly
+HALVES = {  # of four elements, as two words of two in fp16, exactly
     torch.float8_e4m3fn: (
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }"
     ),
@@ -138,7 +138,7 @@ def widen_tile(
 
 
 def widened(word: Int32, scale: Float32 | None, kind: torch.dtype, config: Config) -> list[Int32]:
-    """Four numbers of 8 bits, as two words in config.dtype."""
+    """Four elements of 8 bits, as two words in config.dtype."""
     halves = arch.inline_ptx(HALVES[kind], write_only_types=[Int32, Int32], read_only_args=[word])
     if kind == torch.float8_e4m3fn and config.dtype == torch.float16 and scale is None:
         return list(halves)

@@ -1,4 +1,4 @@
-"""What the thread blocks of a decode launch keep for each other: one set a stream, whose launches follow each other; a captured launch gets its own.
+"""What the thread blocks of a decode launch keep for each other: one set a stream, as its launches follow each other; a captured launch gets its own.
 
 Counters are 0 between launches. A capture takes them from a reserve that an earlier call has filled, so that no replay has to clear any; where there
 is none left, the graph clears its own.
@@ -18,7 +18,7 @@ _RESERVES: dict[torch.device, tuple[Tensor, int]] = {}  # and how many are taken
 
 
 class Need(NamedTuple):
-    """Of a launch: pieces of `rows` rows of `dim` numbers, and what `Work` says beside."""
+    """Of a launch: pieces of `rows` rows of `dim` elements, and what else `Work` says."""
 
     columns: int
     blocks: int
