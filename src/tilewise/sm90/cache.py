@@ -1,7 +1,7 @@
 """Compiled kernels on disk, so that only the first process on a machine waits for the compiler.
 
-An entry is a shared library that holds a kernel and what launches it. Loading one takes tvm-ffi and the DSL's runtime library, not the DSL, whose
-import and compiler take seconds. Entries lie in a folder that is named after everything besides the kernel's own identity that changes the
+An entry is a shared library that holds a kernel and what launches it. Loading one takes tvm-ffi and the DSL's runtime library, not the DSL, which
+takes seconds to import and to compile. Entries lie in a folder that is named after everything besides the kernel's own identity that changes the
 code: versions, toolkit, this package's device code (`fingerprint`). They are sealed (machine/sealed.py), so that what is cut short, damaged or
 misplaced is compiled again. A digest proves wholeness, not origin: nothing is loaded that another user could have written, or from a folder where one
 could (machine/trust.py); it is compiled instead, and kept by this process alone. So it is where there is no folder, or no room in it.
@@ -288,7 +288,7 @@ def _used() -> Iterator[tuple[float, int, Path]]:
 
 
 def _files() -> Iterator[Path]:
-    """What this cache wrote, by its name: the entries of all versions, and what is left of writing some. Others' files may lie beside it."""
+    """What this cache wrote, by its name: the entries of all versions, and what is left of writing some. Others' files may lie next to it."""
     root = folder()
     if isinstance(root, str) or os.path.islink(root) or trust.why_not(root):  # in a folder of others', a name may lead anywhere
         return

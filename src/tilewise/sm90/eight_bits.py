@@ -1,6 +1,6 @@
 """Products in 8 bits: their operands, and the way from S to P. From K7 on.
 
-As in wgmma.py and fragments.py, but for what is different: an instruction sums over 32 numbers instead of 16, both operands have the numbers of a
+As in wgmma.py and fragments.py, but for what is different: an instruction sums over 32 elements instead of 16, both operands have the elements of a
 sum side by side (so V lies transposed, keys contiguous, in the order of key_order.py), and P is rounded to e4m3, which knows 1 to 448 and
 fractions down to 2^-9. So P is computed 2^8 times too large, as is its sum, by which O is divided: see `HEADROOM`.
 """
@@ -67,7 +67,7 @@ def e4m3_of_four(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
 
 @cute.jit
 def add_scaled(acc_O: cute.Tensor, factors: cute.Tensor, acc_N: cute.Tensor):
-    """O = O r + N, one fused multiply-add a number. factors: r of each of the thread's rows."""
+    """O = O r + N, one fused multiply-add an element. factors: r of each of the thread's rows."""
     O, N = fragments.by_rows(acc_O), fragments.by_rows(acc_N)
     for r in range_constexpr(fragments.ROWS):
         O[r, None].store(O[r, None].load() * factors[r] + N[r, None].load())

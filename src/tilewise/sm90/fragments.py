@@ -1,6 +1,6 @@
 """The registers of a warpgroup's matrix product: which thread holds what, softmax on them, and the way from S to P to O.
 
-A warpgroup's accumulator of a 64 x N tile is spread over its 128 threads: a thread holds N / 2 numbers of two rows, `lane // 4` and
+A warpgroup's accumulator of a 64 x N tile is spread over its 128 threads: a thread holds N / 2 elements of two rows, `lane // 4` and
 `lane // 4 + 8` of its warp's 16, in the order (column pair, row, column / 8). Four neighbouring threads, a quad, share their rows. For bf16
 that order is also the one in which a product takes its left operand from registers, so P needs no shuffle on its way to the second product.
 """
@@ -123,7 +123,7 @@ def online_softmax(
     """S becomes P = exp(scale (S - m)), m and l move on; returns the factors by which O must be rescaled (Eq. 12).
 
     scale_log2: one number, or one of each row. from_zero: no row's m is below 0, so that a maximum below it need not be known. headroom: m is the
-    maximum less so much, so that P's largest number is 2^headroom, and l as many times larger.
+    maximum less so much, so that P's largest element is 2^headroom, and l as many times larger.
     """
     S = by_rows(acc_S)
     scales = [scale_log2[r] if const_expr(isinstance(scale_log2, cute.Tensor)) else scale_log2 for r in range(ROWS)]
@@ -219,7 +219,7 @@ def clear_rows(acc_O: cute.Tensor, lse: cute.Tensor):
 
 @cute.jit
 def close(rows: Rows) -> tuple[cute.Tensor, cute.Tensor]:
-    """(log-sum-exp, 1 / l) of each row: natural logarithm, -inf for a row without keys, whose O is 0 and stays so."""
+    """(log-sum-exp, 1 / l) of each row: natural logarithm, -inf for a row without keys; its O is 0 and stays so."""
     lse, inverse = cute.make_rmem_tensor(ROWS, Float32), cute.make_rmem_tensor(ROWS, Float32)
     for r in range_constexpr(ROWS):
         l = arch.warp_reduction_sum(rows.l[r], threads_in_group=QUAD)

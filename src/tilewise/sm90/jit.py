@@ -19,7 +19,7 @@ from tilewise.sm90 import cache
 from tilewise.views import part
 
 ARCH = "sm_90a"
-BYTES = 16  # at whose multiples the copy engine and wide reads start
+BYTES = 16  # the copy engine and wide reads start at multiples of these
 
 
 def why_no_compiler() -> list[str]:
@@ -34,7 +34,7 @@ def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
         return missing
     if not torch.cuda.is_available():
         return ["torch sees no GPU here: run it on a machine with an H100 or H200"]
-    if torch.version.hip:  # whose devices have numbers of their own for a capability, 9.0 for MI200s
+    if torch.version.hip:  # its devices have other numbers for a capability, 9.0 for MI200s
         return ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
     capability = capability or torch.cuda.get_device_capability()
     if capability != (9, 0):
@@ -139,7 +139,7 @@ def in_place(x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy whose rows lie as `tensor(aligned=True)` promises them; a view will do where dimensions of size 1 alone have other steps."""
+    """x, or a copy with its rows as `tensor(aligned=True)` promises them; a view will do where dimensions of size 1 alone have other steps."""
     found = steps(x)
     if found is None or x.data_ptr() % BYTES:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -159,7 +159,7 @@ def _repeated(strides: tuple[int, ...], shape: torch.Size) -> bool:
 
 
 def rows(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous, also where that has one number."""
+    """x, or a copy with its last dimension contiguous, also where that has one element."""
     return x if x.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -189,7 +189,7 @@ def scattered(dtype, *sizes):
 
 
 def tensor(dtype, *sizes, aligned: bool = True):
-    """A tensor whose last dimension is contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
+    """A tensor with its last dimension contiguous; `aligned`: every row starts at a multiple of 16 bytes."""
     from tilewise.sm90.dsl import cute, make_fake_tensor
 
     divisibility = 8 * BYTES // dtype.width if aligned else 1

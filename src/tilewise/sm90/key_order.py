@@ -1,7 +1,7 @@
 """In which order the keys of V lie for a product in 8 bits, and V so laid out; on the host.
 
-A product in 8 bits takes P from registers four numbers of a row at a time, while a thread's numbers of S are pairs of neighbours, eight columns
-apart. The sum over keys has no order of its own. So the four numbers that a thread holds anyway count as neighbours, and the keys of V change
+A product in 8 bits takes P from registers four elements of a row at a time, while a thread's elements of S are pairs of neighbours, eight columns
+apart. The sum over keys has no order of its own. So the four elements that a thread holds anyway count as neighbours, and the keys of V change
 places accordingly, in every group of 16 alike. Q, K, masks and O know nothing of it.
 """
 

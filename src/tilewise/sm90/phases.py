@@ -2,7 +2,7 @@
 
 A traced kernel writes int32 pairs into `events`, (blocks, WARPS, SLOTS, 2), zero before: in a warp's slot 0 (multiprocessor, Phase.PLACE),
 then (clock, phase) each time it enters a phase, and at last (clock, Phase.END) and (nanoseconds, Phase.TIME). The clock is the
-multiprocessor's own, its low 32 bits; the nanoseconds are the machine's, and tell how long a clock lasts. A warp whose slots are full
+multiprocessor's own, its low 32 bits; the nanoseconds are the machine's, and tell how long a clock lasts. A warp with all slots full
 notes nothing more.
 """
 

@@ -7,7 +7,7 @@ What has to be as it was when the wheel was made, or nothing of it is used:
 - this package's device code, since an entry is found by its configuration and gets the operands that today's host code passes (`code`);
 - tvm-ffi's series 0.x, in which its binary interface stays, and a version no older than the wheel's, as an entry may call what came with that;
 - nothing of CUTE_DSL_*: who sets one of these wants other code, compiled with it.
-The CUDA driver must be as new as the toolkit, by the first number: it runs what toolkits of its own and of older numbers made. Python, torch and
+The CUDA driver must be as new as the toolkit, by the first number: it runs what toolkits with its own or an older number made. Python, torch and
 the DSL may be of any version: no entry calls them, and operands come as DLPack has them.
 
 The package is trusted as Python trusts what it imports from that place, which whoever may write there could change too.
@@ -31,7 +31,7 @@ PACKAGE, DISTRIBUTION = "tilewise_kernels_sm90", "tilewise-kernels-sm90"
 FACTS = "facts.json"  # what the package was made from
 TILEWISE = Path(__file__).parent.parent
 SOURCES = ("sm90", "backends/hopper", "backends/tables")
-LEAST_DRIVER = 12  # whose functions the entries call
+LEAST_DRIVER = 12  # the entries call its functions
 
 
 def entry(launch: str, config, arch: str) -> Path | None:

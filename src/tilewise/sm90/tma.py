@@ -30,7 +30,7 @@ def describe(mX: cute.Tensor, staged: cute.Layout, tile: tuple[int, int], cluste
 
 
 def make_pipe(storage: SmemAllocator, stages: int, tx_bytes: int, readers: int, cluster: int = 1) -> pipeline.PipelineTmaAsync:
-    """A pipe whose stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps of all `cluster` thread blocks.
+    """A pipe. A stage is full after `tx_bytes` and empty after an arrival from each of `readers` warps of all `cluster` thread blocks.
 
     Its mbarriers are initialised, and visible after `barriers_ready`.
     """
