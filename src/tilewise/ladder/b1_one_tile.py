@@ -3,7 +3,7 @@
 The loops of the forward pass are swapped. A block keeps K and V of its keys in shared memory and their dK and dV in registers, and walks over
 the tiles of queries that see them. P is stored nowhere: it is computed again from the scores and the log-sum-exp, so two products become
 five. dK and dV are this block's own. A query's dQ is a sum over the blocks of all keys that it sees, and every block adds its part to fp32
-numbers in global memory, by atomics, in whatever order blocks come. Loads and ring are K4.2's; the warp that loads computes as well.
+elements in global memory, by atomics, in whatever order blocks come. Loads and ring are K4.2's; the warp that loads computes as well.
 
 Predicted bottleneck: one warpgroup does everything in turn, and each tile of queries is asked for when the tile before it is done.
 Equations: 20 to 27 of docs/algorithm.md.
@@ -59,7 +59,7 @@ class Smem(NamedTuple):
 
 class Pipes(NamedTuple):
     kv: pipeline.PipelineTmaAsync
-    q: pipeline.PipelineTmaAsync  # a stage is full when Q, dO and their rows' numbers are there
+    q: pipeline.PipelineTmaAsync  # a stage is full when Q, dO and their rows' statistics are there
 
 
 class Loads(NamedTuple):
@@ -161,9 +161,9 @@ class Tile(NamedTuple):
     tQrK: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
-    tScS: cute.Tensor  # (key, query) of each number of S^T
-    tQcQ: cute.Tensor  # (query, column) of each number of dQ
-    tKcK: cute.Tensor  # (key, column) of each number of dK and of dV
+    tScS: cute.Tensor  # (key, query) of each element of S^T
+    tQcQ: cute.Tensor  # (query, column) of each element of dQ
+    tKcK: cute.Tensor  # (key, column) of each element of dK and of dV
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages): of this thread's columns

@@ -186,9 +186,9 @@ class Tile(NamedTuple):
     tQrK: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
-    tScS: cute.Tensor  # (key, query) of each number of S^T
-    tQcQ: cute.Tensor  # (query, column) of each number of dQ
-    tKcK: cute.Tensor  # (key, column) of each number of dK and of dV
+    tScS: cute.Tensor  # (key, query) of each element of S^T
+    tQcQ: cute.Tensor  # (query, column) of each element of dQ
+    tKcK: cute.Tensor  # (key, column) of each element of dK and of dV
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages): of this thread's columns

@@ -3,7 +3,7 @@
 A sum in fp32 depends on the order of its terms, and in B2 that is whoever comes first. Here each tile of dQ has a counter of the blocks that have
 added to it, and a block waits until the counter is its turn. What this costs is waiting, so the order is the one in which blocks come anyway.
 Without a mask all start at the first tile of queries, and one after another in the order of their keys: each is a tile behind the one before it.
-Under the causal mask the last keys come first: the block whose diagonal a tile lies on is the first to visit it, the block before it comes a tile
+Under the causal mask the last keys come first: the block with a tile on its diagonal is the first to visit it, the block before it comes a tile
 later, and so on. A block waits for blocks that started earlier only, so none waits for ever.
 
 Predicted bottleneck: as B2's, and the first tiles without a mask, where blocks that start together fall behind one another.
@@ -191,9 +191,9 @@ class Tile(NamedTuple):
     tQrK: cute.Tensor
     copy_dS: cute.TiledCopy
     tdSsdS: cute.Tensor
-    tScS: cute.Tensor  # (key, query) of each number of S^T
-    tQcQ: cute.Tensor  # (query, column) of each number of dQ
-    tKcK: cute.Tensor  # (key, column) of each number of dK and of dV
+    tScS: cute.Tensor  # (key, query) of each element of S^T
+    tQcQ: cute.Tensor  # (query, column) of each element of dQ
+    tKcK: cute.Tensor  # (key, column) of each element of dK and of dV
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages): of this thread's columns

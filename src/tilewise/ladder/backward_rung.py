@@ -23,7 +23,7 @@ FORWARD = Rung("k5", "k5_warp_specialised", "where the checks and the bench have
 
 @dataclass(frozen=True)
 class BackwardRung:
-    """One kernel: `rung(q, k, v, o, lse, d_o, causal=False)`, or a backend for the checks, whose forward pass is FORWARD's.
+    """One kernel: `rung(q, k, v, o, lse, d_o, causal=False)`, or a backend for the checks, with FORWARD's forward pass.
 
     `module` is the file under tilewise.ladder; `choice` what this rung fixes of its Config.
     """

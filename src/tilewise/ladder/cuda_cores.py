@@ -1,7 +1,7 @@
 """Attention on CUDA cores: the products, the softmax and the store that K2, K3 and (but for S) K4.1 share.
 
 A row of the tile belongs to a few neighbouring threads, `Part`: they split its scores in chunks of 4 and its output in chunks of 8, dealt
-in turn, hold its m and l in registers, each a copy, and reduce by shuffles. Numbers are read 16 bytes at a time.
+in turn, hold its m and l in registers, each a copy, and reduce by shuffles. Elements are read 16 bytes at a time.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ def layout_S(tile_m: int, tile_n: int) -> cute.Layout:
 
 @cute.jit
 def chunk(x: cute.Tensor, index: Int32, size: Constexpr[int]) -> cute.TensorSSA:
-    """Numbers index * size and following of a contiguous row, in fp32, by one wide read."""
+    """Elements index * size and following of a contiguous row, in fp32, by one wide read."""
     source = cute.local_tile(x, (size,), (index,))
     held = cute.make_rmem_tensor(size, x.element_type)
     cute.autovec_copy(source, held)

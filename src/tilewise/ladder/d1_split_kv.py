@@ -158,7 +158,7 @@ def make_pipes(storage: SmemAllocator, config: Constexpr[Config]) -> Pipes:
 
 @cute.jit
 def produce(loads: Loads, sm: Smem, pipes: Pipes, walk: Walk, head_k: Int32, b: Int32, config: Constexpr[Config]):
-    """One warp asks for Q, whose rows behind the group's arrive as zeros, then for K and V of every tile, the last first."""
+    """One warp asks for Q, where rows behind the group's arrive as zeros, then for K and V of every tile, the last first."""
     state = tma.at_first_empty(config.kv_stages)
     pipes.q.producer_acquire(tma.at_first_empty(1))
     tma.load(loads.Q, sm.Q, pipes.q, tma.at_first_empty(1), (config.tile_m, config.head_dim), (0, 0, head_k, b))
@@ -177,7 +177,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

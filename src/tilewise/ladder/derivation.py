@@ -60,7 +60,7 @@ def attention_one_pass(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False,
 
 
 def attention_tiled_keys(q: Tensor, k: Tensor, v: Tensor, *, tile_n: int = 64, causal: bool = False, scale: float | None = None) -> Tensor:
-    """O (seqlen_q, head_dim_v) in one loop over tiles of tile_n keys: numbers become tiles, and products of tiles are matrix products."""
+    """O (seqlen_q, head_dim_v) in one loop over tiles of tile_n keys: scalars become tiles, and products of tiles are matrix products."""
     return _rows_over_key_tiles(q, k, v, 0, len(q), tile_n, causal, scale)
 
 

@@ -118,20 +118,20 @@ def prepare(given: Given, rows: Rows, config: Constexpr):
 
 @cute.jit
 def part(gRow: cute.Tensor, width: Constexpr[int]) -> cute.TensorSSA:
-    """This lane's numbers of a row, in fp32."""
+    """This lane's elements of a row, in fp32."""
     held = cute.make_rmem_tensor(width, gRow.element_type)
     cute.autovec_copy(cute.make_tensor(known(gRow.iterator + arch.lane_idx() * width, 2 * width), cute.make_layout(width)), held)
     return held.load().to(Float32)
 
 
 def layout_of_rows(config) -> cute.Layout:
-    """Of a tile's numbers of `Rows` in shared memory: (tile_m, stages) fp32."""
+    """Of a tile's part of `Rows` in shared memory: (tile_m, stages) fp32."""
     return cute.make_layout((config.tile_m, config.stages))
 
 
 @cute.jit
 def load_row(gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, m_block: Int32):
-    """Ask for a tile's numbers, as `tma.load` asks for tiles. gX: (rows of whole tiles,) of this head; sX: (tile_m, stages)."""
+    """Ask for a tile's part of `Rows`, as `tma.load` asks for tiles. gX: (rows of whole tiles,) of this head; sX: (tile_m, stages)."""
     numbers = const_expr(cute.size(sX, mode=[0]))
     with arch.elect_one():
         arch.inline_ptx(
@@ -147,7 +147,7 @@ def load_row(gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, 
 
 @cute.jit
 def columns_of(sX: cute.Tensor, tScS: cute.Tensor) -> cute.Tensor:
-    """Where the numbers of this thread's columns of S^T are, (2, tile_m / 8, stages): pairs, eight columns apart. sX: (tile_m, stages)."""
+    """Where the values for this thread's columns of S^T are, (2, tile_m / 8, stages): pairs, eight columns apart. sX: (tile_m, stages)."""
     tile_m, stages = const_expr(sX.shape[0]), const_expr(sX.shape[1])
     first = fragments.by_rows(tScS)[0, 0][1]
     return cute.make_tensor(sX.iterator + first, cute.make_layout((2, tile_m // 8, stages), stride=(1, 8, tile_m)))
@@ -155,7 +155,7 @@ def columns_of(sX: cute.Tensor, tScS: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def beginning_with(pairs: cute.Tensor, tScS: cute.Tensor) -> cute.Tensor:
-    """An accumulator of S^T's shape that has a query's number in its column. pairs: (2, tile_m / 8) in shared memory.
+    """An accumulator of S^T's shape that has a query's value in its column. pairs: (2, tile_m / 8) in shared memory.
 
     Every register is read for itself. A copy for the other row would come to lie between two products, and ptxas then waits for the first (C7517).
     """
@@ -206,7 +206,7 @@ def differentiate(acc_dP: cute.Tensor, P: cute.Tensor):
 
 @cute.jit
 def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, shape: Constexpr[tuple]) -> cute.Tensor:
-    """An accumulator's numbers, rounded, as the left operand of a product, in registers."""
+    """An accumulator's elements, rounded, as the left operand of a product, in registers."""
     mma = tiled_mma.get_slice(0)
     rounded = mma.make_fragment_A(mma.partition_shape_A(shape))
     fragments.round_into(rounded, acc)
@@ -214,7 +214,7 @@ def as_left_operand(tiled_mma: cute.TiledMma, acc: cute.Tensor, shape: Constexpr
 
 
 def copy_of_dS(tiled_mma: cute.TiledMma) -> cute.TiledCopy:
-    """From the registers of dS^T to dS in shared memory, 8 x 8 numbers at a time, each of them transposed."""
+    """From the registers of dS^T to dS in shared memory, 8 x 8 elements at a time, each of them transposed."""
     return cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=True, num_matrices=4), BFloat16), tiled_mma)
 
 
@@ -227,7 +227,7 @@ def put_dS(copy: cute.TiledCopy, dS: cute.Tensor, like: cute.Tensor, tdSsdS: cut
 
 @cute.jit
 def add_rows(gSum: cute.Tensor, acc_dQ: cute.Tensor, tQcQ: cute.Tensor, m0: Int32):
-    """The rows that exist, to the sum in global memory, by atomic additions of two fp32 numbers. gSum: (seqlen, head_dim) of this head."""
+    """The rows that exist, to the sum in global memory, by atomic additions of two fp32 elements. gSum: (seqlen, head_dim) of this head."""
     dQ, at = fragments.by_rows(acc_dQ), fragments.by_rows(tQcQ)
     for r in range_constexpr(fragments.ROWS):
         row = m0 + at[r, 0][0]

@@ -1,9 +1,9 @@
 """K1: the formula as it is written. Three kernels, with the whole score matrix in global memory between them.
 
-One thread for every number of S = scale Q K^T, one for every row of the softmax, one for every number of O = P V; all arithmetic in fp32 on
+One thread for every element of S = scale Q K^T, one for every row of the softmax, one for every element of O = P V; all arithmetic in fp32 on
 CUDA cores, every operand read from global memory (the caches help). S is (heads, seqlen, seqlen) in fp32, and P takes its place.
 
-Predicted bottleneck: the traffic of S, written once, read three times and written again by a softmax whose neighbouring threads read
+Predicted bottleneck: the traffic of S, written once, read three times and written again by a softmax with neighbouring threads that read
 addresses a whole row apart; and memory itself: 16 heads of 16,384 tokens take 17 GB.
 Equations: 1 to 3 of docs/algorithm.md.
 """
@@ -44,7 +44,7 @@ def launch(
 
 @cute.jit
 def place():
-    """(head, row, column) of this thread's number."""
+    """(head, row, column) of this thread's element."""
     (x, y, _), (column, row, head) = arch.thread_idx(), arch.block_idx()
     return head, row * SIDE + y, column * SIDE + x
 

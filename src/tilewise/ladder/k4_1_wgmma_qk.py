@@ -2,7 +2,7 @@
 
 One warpgroup of 128 threads issues the product of a 64 x 64 tile to the tensor cores (WGMMA), which read Q and K straight from shared
 memory, in a swizzled layout free of bank conflicts. They leave S spread over the threads' registers. Each thread asks an identity tensor,
-partitioned in the same way, where its numbers belong, and writes them to shared memory; from there K3's softmax and K3's P V go on, two
+partitioned in the same way, where its elements belong, and writes them to shared memory; from there K3's softmax and K3's P V go on, two
 threads a row instead of four.
 
 Predicted bottleneck: P V on the CUDA cores, which is now nearly all of the time: at most twice K3's speed.

@@ -1,7 +1,7 @@
 """K4.2: both products on the tensor cores, S and P in registers.
 
-K4.1 wrote S to shared memory and multiplied P V number by number. Here softmax runs where the first product left S: in the accumulator, of
-which a thread holds pieces of two rows, shared with the three threads beside it. P stays in those registers: rounded to bf16 they are, in
+K4.1 wrote S to shared memory and multiplied P V element by element. Here softmax runs where the first product left S: in the accumulator, of
+which a thread holds pieces of two rows, shared with the three threads next to it. P stays in those registers: rounded to bf16 they are, in
 the same order, what the second product takes as its left operand (fragments.py). V is given to it transposed by a change of view, since the
 sum now runs over the keys (wgmma.layout_V); no byte moves. Loads, ring and walk are K4.1's.
 
@@ -111,7 +111,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

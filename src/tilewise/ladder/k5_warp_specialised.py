@@ -1,6 +1,6 @@
 """K5: warp specialisation in full. Several consumer warpgroups share the producer's tiles, and its registers.
 
-K5.1 has one consumer, whose tile is as narrow as K4.2's. Here the producer hands its registers to the consumers (setmaxnreg), which then
+K5.1 has one consumer, with a tile as narrow as K4.2's. Here the producer hands its registers to the consumers (setmaxnreg), which then
 have room for a wider tile: 64 rows each against 128 keys. Two (head_dim 128) or three (64) consumers share every tile of K and V, and while
 one of them exponentiates another may have its products in flight, though nothing makes sure that it has. The tiles are too large for more
 than two stages, so K and V get pipes of their own: the stage of K is empty again as soon as the scores are there.
@@ -147,7 +147,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

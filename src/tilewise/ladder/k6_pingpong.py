@@ -153,7 +153,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

@@ -1,7 +1,7 @@
 """K7: K6 in 8 bits. Q, K, V and P are e4m3, which the tensor cores multiply at twice the rate of bf16.
 
-K6's registers and schedule carry over, and three things change. An instruction sums over 32 numbers and takes four of them from each register,
-so the keys of V are put into the order in which a thread has P anyway, and V is transposed: both operands of an 8-bit product have the numbers
+K6's registers and schedule carry over, and three things change. An instruction sums over 32 elements and takes four of them from each register,
+so the keys of V are put into the order in which a thread has P anyway, and V is transposed: both operands of an 8-bit product have the elements
 of a sum side by side. P is computed 2^8 times too large, to use the numbers that e4m3 has. And the scales, one a tensor, by which the inputs were
 divided go into the scale of the scores and the last division. Quantising is the host's (quantised.py).
 
@@ -155,7 +155,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

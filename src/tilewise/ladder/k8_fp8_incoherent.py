@@ -1,6 +1,6 @@
 """K8: K7, more exact. Incoherent Q and K, finer scales, centred K and V, and O added up in true fp32.
 
-Q and K were turned by the same random orthogonal matrix, which changes no score and leaves no number far above the others, and each query, each
+Q and K were turned by the same random orthogonal matrix, which changes no score and leaves no element far above the others, and each query, each
 tile of keys and each channel of V has a scale of its own (operands.py). A constant is taken from K and from V in each channel: one of K shifts all
 scores of a row alike, and the log-sum-exp has it added back; one of V is added back to O. And tensor cores add up products of 8 bits to 13 bits
 behind the leading one, so each tile's P V goes to registers of its own, N, and from there to O, in the one fused multiply-add that O's rescaling
@@ -166,7 +166,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S, from the thread's first: constants, which take no registers
+    tScS: cute.Tensor  # (row, column) of each element of S, from the thread's first: constants, which take no registers
     row: Int32  # of the first
     column: Int32
     P: cute.Tensor

@@ -1,7 +1,7 @@
 """What a rung's kernel is given of Q, K and V: the tensors as they are, or in e4m3 with the scales that they were divided by.
 
 e4m3 has a sign, four bits of exponent and three of fraction: numbers up to 448, right to a sixteenth from 2^-6 on and to 2^-10 below. So it
-matters little where a scale puts a tensor's largest number, and much how far below it the others are.
+matters little where a scale puts a tensor's largest element, and much how far below it the others are.
 """
 
 import math
@@ -47,7 +47,7 @@ def stand_ins_of_bf16(config, heads, seqlen) -> Operands:
 
 
 def rounded(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """x as (e4m3, fp32 scale): the largest number along `dim`, which stays with one element, becomes 448. Zeros get the scale 1."""
+    """x as (e4m3, fp32 scale): the largest element along `dim`, which stays with size 1, becomes 448. Zeros get the scale 1."""
     x = x.float()
     largest = x.abs().amax(dim, keepdim=True)
     scale = torch.where(largest == 0, 1.0, largest / LARGEST)
@@ -55,7 +55,7 @@ def rounded(x: Tensor, dim: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def per_tensor(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
-    """One scale a tensor, V transposed. For finite numbers: a NaN makes the scale of all others NaN."""
+    """One scale a tensor, V transposed. For finite elements: a NaN makes the scale of all others NaN."""
     (q8, scale_q), (k8, scale_k), (v8, scale_v) = (rounded(x, (0, 1, 2)) for x in (q, k, v))
     return Operands((q8, k8, transposed(v8)), (scale * float(scale_q * scale_k) / math.log(2), float(scale_v)))
 
@@ -69,7 +69,7 @@ def stand_ins_per_tensor(config, heads, seqlen) -> Operands:
 
 
 def incoherent(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Operands:
-    """Q and K turned, K and V centred; a scale for each query, each KEYS keys and each channel of V. For finite numbers.
+    """Q and K turned, K and V centred; a scale for each query, each KEYS keys and each channel of V. For finite elements.
 
     others: of each row the scale of its scores and what its LSE lacks, (heads, 2, seqlen); of each tile of keys its scale, (heads, tiles); of each
     channel of V its scale and its mean, (heads, 2, head_dim). fp32.
@@ -97,7 +97,7 @@ def stand_ins_of_incoherent(config, heads, seqlen) -> Operands:
 
 def turned(x: Tensor) -> Tensor:
     """x (..., head_dim) times an orthogonal matrix, that of Hadamard with random signs: products of two such are as before, and what stood out in one
-    number is spread over all. head_dim: a power of two.
+    element is spread over all. head_dim: a power of two.
     """
     head_dim = x.shape[-1]
     signs = torch.randint(2, (head_dim,), generator=torch.Generator().manual_seed(head_dim), dtype=torch.float32, device="cpu") * 2 - 1

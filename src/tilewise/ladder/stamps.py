@@ -31,7 +31,7 @@ BEGINS = {  # the function that is called, or a method after its dot
     "cuda_cores.store": Phase.STORE,
     "fragments.finish": Phase.STORE,
 }
-MORE = "tilewise.sm90.trace", "tilewise.sm90.phases.Phase"  # what a stamped module imports beside its own
+MORE = "tilewise.sm90.trace", "tilewise.sm90.phases.Phase"  # what a stamped module imports in addition to its own
 
 
 def possible(module: str) -> bool:

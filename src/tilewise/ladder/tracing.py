@@ -76,7 +76,7 @@ class Trace:
 
     @cached_property
     def spans(self) -> list[Span]:
-        """Of every warp, in order; a phase whose end was not noted is left out."""
+        """Of every warp, in order; a phase without a noted end is left out."""
         found = []
         for block, warp, clocks, phases in self._warps():
             for start, end, phase in zip(clocks, clocks[1:], phases, strict=False):
@@ -172,7 +172,7 @@ def _since(clocks: np.ndarray, first: np.ndarray) -> np.ndarray:
 
 
 def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: int = BLOCKS) -> tuple[Trace, Tensor]:
-    """The trace of checked tensors (see Rung.__call__), and O. UnsupportedError for k1, whose kernels have no phases, and for huge grids."""
+    """The trace of checked tensors (see Rung.__call__), and O. UnsupportedError for k1, as its kernels have no phases, and for huge grids."""
     if not stamps.possible(rung.module):
         raise UnsupportedError(f"{rung.name} has no phases to trace: each of its kernels does one thing; take a rung from k2 on")
     if q.numel() == 0:

@@ -76,7 +76,7 @@ def period(trace: Trace) -> float:
 
 
 def _lanes(trace: Trace, window: tuple[int, int]) -> dict[tuple[int, int], list[Span]]:
-    """(block, warp) -> spans within the window. Where roles are separate, one warp speaks for its warpgroup, whose products it shares."""
+    """(block, warp) -> spans within the window. Where roles are separate, one warp speaks for its warpgroup, as all four share its products."""
     lanes: dict[tuple[int, int], list[Span]] = {}
     for span in trace.spans:
         if span.start < window[1] and span.end > window[0] and not (trace.specialised and span.warp % 4):
