@@ -1,4 +1,4 @@
-"""Padded batches as packed documents: the entries of a batch end to end, of whose keys the GPU knows which are there.
+"""Padded batches as packed documents: the entries of a batch end to end. The GPU knows which of their keys are there.
 
 Each entry is three documents: the keys before its first, without queries; its queries and the keys that they may see; the keys behind. The kernels
 for documents take where these begin and end from tensors on the GPU, so nothing is made on the CPU for lengths that are others in every call.
@@ -48,7 +48,7 @@ def unfold(call: Call, x: Tensor) -> Tensor:
 
 
 def unfold_rows(call: Call, x: Tensor) -> Tensor:
-    """Numbers of rows, (1, heads, batch * seqlen_q), as (batch, heads, seqlen_q): a view."""
+    """What rows have one of each, (1, heads, batch * seqlen_q), as (batch, heads, seqlen_q): a view."""
     return x[0].unflatten(1, (call.batch, -1)).transpose(0, 1)
 
 
@@ -118,7 +118,7 @@ def _inner(padding: Padding, others: list[Mask], corner: int) -> Mask | None:
 
 
 def _placed(mask: Mask, padding: Padding, corner: int) -> Mask | None:
-    """A band of the whole batch, whose bottom right diagonal is key - query = corner, as one of each entry's own keys: these begin at 0 or end at
+    """A band of the whole batch, with the bottom right diagonal key - query = corner, as one of each entry's own keys: these begin at 0 or end at
     seqlen_k, or nothing on the CPU says where. None where it cannot be said.
     """
     if isinstance(mask, Full):

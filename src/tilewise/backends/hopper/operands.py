@@ -51,7 +51,7 @@ class KeyTables(NamedTuple):
     spans: Annotated[Tensor | None, RUNS, Ints("planes n_blocks 2")] = None  # the visits of a block of keys
     visited: Annotated[Tensor | None, RUNS, Ints("planes m_blocks")] = None  # how many blocks of keys visit a tile of queries
     seeing: Annotated[Tensor | None, RUNS, Ints("planes seqlen_q")] = None  # whether a query sees any key
-    planes: Annotated[Tensor | None, RUNS, Ints("batch heads_q")] = None  # whose mask each head has
+    planes: Annotated[Tensor | None, RUNS, Ints("batch heads_q")] = None  # the plane that is each head's mask
 
     # For by_queries.py:
     query_walks: Annotated[Tensor | None, ROWS, APART, Ints("query_blocks 4")] = None  # the fields of its Walk
@@ -92,7 +92,7 @@ class Work(NamedTuple):
     # slots * Config.partial_elements: pieces of units that several thread blocks share.
     sums: Annotated[Tensor | None, When("shares"), Floats("elements", aligned=True)]
     arrivals: Annotated[Tensor | None, When("shares"), Ints("arrivals")]  # slots * warps
-    section: int  # heads whose units are mixed (scheduler.Units)
+    section: int  # heads that have their units mixed (scheduler.Units)
     blocks: int  # thread blocks, at most
 
 
@@ -200,7 +200,7 @@ class Turns(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Numbers of a backward pass."""
+    """Scalars of a backward pass."""
 
     scale: float
     scale_log2: float
@@ -230,13 +230,13 @@ class Spoiled(NamedTuple):
 
 
 class RepairScalars(NamedTuple):
-    """Numbers of repairs."""
+    """Scalars of repairs."""
 
     scale: float  # from sums of dQ and dK to gradients
     scale_log2: float
     enlarged: float  # what P is multiplied by before it is rounded
     of_dV: float  # from sums of dV to gradients
-    looks: int  # whether it may be looked for hidden numbers (Config.looks)
+    looks: int  # whether hidden elements may be looked for (Config.looks)
     of_queries: int  # in how many parts of their columns dQ, and dK and dV, are repaired
     of_keys: int
     blocks: int  # thread blocks

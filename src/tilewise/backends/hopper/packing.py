@@ -45,7 +45,7 @@ def rows_of(call: Call, o: Tensor) -> Tensor:
 
 
 def put_statistic(call: Call, of_call: Tensor, packed: Tensor) -> None:
-    """Write the packed call's LSE, or another number of each row, into that of the call, (batch, heads_q, seqlen_q)."""
+    """Write the packed call's LSE, or another value of each row, into that of the call, (batch, heads_q, seqlen_q)."""
     if call.seqlen_q == 1:
         of_call.copy_(packed.reshape(of_call.shape))
     else:

@@ -1,4 +1,4 @@
-"""What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that are allocated with little ado."""
+"""What calls like one before have in common on Hopper, forward and backward: where they run, and outputs that take little time to allocate."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 DEFAULT_STREAM = 0  # which cannot be captured
-ALIGNED = 64  # numbers, at whose multiples shared tensors begin
+ALIGNED = 64  # elements: shared tensors begin at multiples of these
 TABLE_BYTES = 256 << 10  # of the tables of a mask, which a bound call holds: calls with larger ones take long, and are not kept
 
 
 def as_operand(bundle: tuple, on_gpu: bool) -> object:
-    """A bundle as the kernel's function takes it with least ado, for more than one call; it keeps its tensors' memory."""
+    """A bundle as the kernel's function takes it in the least time, for more than one call; it keeps its tensors' memory."""
     if not on_gpu:
         return bundle
     import tvm_ffi

@@ -1,4 +1,4 @@
-"""Head dims whose rows the copy engine cannot load: zeros behind them up to a multiple of 16 bytes, and results cut back.
+"""Head dims with rows that the copy engine cannot load: zeros behind them up to a multiple of 16 bytes, and results cut back.
 
 Zeros behind q and k add nothing to a score, zeros behind v nothing to the other columns of O: LSE, the scale and the gradients that are kept are
 those of the head dims given.
@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from tilewise.problem import Call, Gradients
 
-MULTIPLE = 8  # numbers of 16 bits, in the 16 bytes that are loaded at once
+MULTIPLE = 8  # elements of 16 bits, in the 16 bytes that are loaded at once
 
 
 def wider(dim: int) -> int:

@@ -68,7 +68,7 @@ class Tile(NamedTuple):
     store_factor: cute.TiledCopy  # of that in the first, where it is not P
     tFactor: cute.Tensor
     statistics: cute.Tensor  # (2, tile_m / 8, stages): log-sum-exp in the first, -delta in the second
-    tScS: cute.Tensor  # (key, query) of each number of S^T
+    tScS: cute.Tensor  # (key, query) of each element of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
     visits: cute.Tensor | None  # (FIELDS, stages)

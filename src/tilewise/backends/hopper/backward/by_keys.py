@@ -80,7 +80,7 @@ class Tile(NamedTuple):
     first: cute.Tensor
     tlse: cute.Tensor  # (2, tile_m / 8, stages)
     tdelta: cute.Tensor
-    tScS: cute.Tensor  # (key, query) of each number of S^T
+    tScS: cute.Tensor  # (key, query) of each element of S^T
     begin: cute.Tensor  # (ROWS,): of the queries that see this thread's keys, the first
     end: cute.Tensor
     visits: cute.Tensor | None  # (FIELDS, stages)
@@ -422,7 +422,7 @@ def weigh_columns(
 
 @cute.jit
 def beginning_with(pairs: cute.Tensor, like: cute.Tensor) -> cute.Tensor:
-    """-delta in every row of an accumulator, to which dP is then added: a subtraction less for each number of S.
+    """-delta in every row of an accumulator, to which dP is then added: a subtraction less for each element of S.
 
     pairs: (2, tile_m / 8) in shared memory. Each register is read on its own: copies of one for the other row would come to lie between the
     products, and ptxas then waits for the first before it issues the second (C7517, DSL 4.8.1).

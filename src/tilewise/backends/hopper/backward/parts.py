@@ -173,7 +173,7 @@ def store(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale
 
 @cute.jit
 def store_tile(gX: cute.Tensor, acc: cute.Tensor, at: cute.Tensor, row0: Int32, scale: Float32):
-    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each number of acc.
+    """Write scale * acc where rows and columns exist. gX: (seqlen, head_dim); at: (row, column) of each element of acc.
 
     A thread has two neighbours of every eight columns, for two rows. The four threads that share a row exchange theirs, four times eight columns at
     a time, so that each stores 16 bytes.

@@ -41,7 +41,7 @@ QUANTISE = "tilewise.backends.hopper.eight_bits.quantiser:launch"
 TRANSPOSE = "tilewise.backends.hopper.eight_bits.quantiser:launch_transpose"
 E4M3 = torch.float8_e4m3fn
 KEPT_BYTES = 8 << 20  # more scratch is allocated anew; its kernels take longer than that
-MULTIPLE = jit.BYTES  # of head dims of 8 bits, whose rows the copy engine loads
+MULTIPLE = jit.BYTES  # of head dims in 8 bits, as the copy engine loads the rows
 
 
 def why_not(problem: Problem) -> list[str]:
@@ -243,7 +243,7 @@ def _ends(call: Call) -> Tensor:
 def with_tokens(
     scales: Sequence[Tensor], columns: Tensor | None, weights: Tensor | None, units: Tensor | None
 ) -> tuple[OfTokens | None, Scales]:  # fmt: skip
-    """What is transposed beside V, and the kernel's scales. scales: `scales_given`, spread; the others: as `OfTokens` has them."""
+    """What is transposed along with V, and the kernel's scales. scales: `scales_given`, spread; the others: as `OfTokens` has them."""
     q, k, v, *ones = scales
     if columns is None and weights is None:
         return None, Scales(q, k, v, *(None,) * 6)

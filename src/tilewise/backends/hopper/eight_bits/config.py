@@ -12,7 +12,7 @@ from tilewise.backends.hopper.forward.config import REGISTERS, SHARED_BYTES
 from tilewise.backends.hopper.score_changes import ScoreChanges
 
 WARP = 32  # threads
-TOKENS = 16  # whose values lie in the order of P's
+TOKENS = 16  # that have their values in the order of P's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Config(ScoreChanges):
 
     @property
     def loses(self) -> bool:
-        """Whether K had numbers that its own cannot say, NaN and infinities (`Scales.lost`)."""
+        """Whether K had elements that int8 cannot say, NaN and infinities (`Scales.lost`)."""
         return self.centred and self.dtype == torch.int8
 
     @property
@@ -72,7 +72,7 @@ class Config(ScoreChanges):
 
     @property
     def value_bytes(self) -> int:
-        """Of a number of V."""
+        """Of an element of V."""
         return 2 if self.wide_values else 1
 
     @property
@@ -121,7 +121,7 @@ TILES = {
 }
 
 # Up to how many keys a sum of tiles in the tensor cores' 13 bits is within the tolerance of 8 bits, if V is centred: at 8,192 it is not, by a
-# few numbers in 130,560. int8 1,399 / 1,301. At (64, 64) 192 queries a tile, not promoted, would have 588 / 535 for 574 / 522; but 4,096 queries
+# few elements in 130,560. int8 1,399 / 1,301. At (64, 64) 192 queries a tile, not promoted, would have 588 / 535 for 574 / 522; but 4,096 queries
 # are 22 tiles of 192 then, a thirtieth of which is nobody's.
 FEW_KEYS = 4096
 OF_FEW_KEYS = {(256, 256): {"promote": False, "pieces": 1}}
@@ -267,8 +267,8 @@ def configure_quantiser(given: torch.dtype, dtype: torch.dtype, head_dim: int, *
 
 @lru_cache
 def sign_words(config: QuantiserConfig) -> list[list[int]]:
-    """Which of a token's numbers change their sign before the rotation: for each of its sharers, and each 32 numbers that it has, a word, whose
-    bits k and 16 + k are for the two of the k-th pair.
+    """Which of a token's elements change their sign before the rotation: a word for each of its sharers, and each 32 elements that it has; the
+    word's bits k and 16 + k are for the two of the k-th pair.
     """
     negative = [SIGNS[i // 32] >> (31 - i % 32) & 1 for i in range(config.head_dim)]
 

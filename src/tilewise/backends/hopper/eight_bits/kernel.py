@@ -6,7 +6,7 @@ first; this file says what differs.
 - the tensor cores add products of e4m3 with 13 bits. So each tile's P V is a sum of its own, which is added to O in fp32 (`promote`). That takes no
   time: O has to be multiplied by its rescaling factor anyway, and O' = r O + P V is one instruction. r is that of the tile before, since P V is in
   the units of the maximum that P was made with;
-- at head_dim_v 256 there are no registers for such a sum beside O and S. There it takes place in `pieces` of O's columns, while S is not there;
+- at head_dim_v 256 there are no registers for such a sum next to O and S. There it takes place in `pieces` of O's columns, while S is not there;
 - O = scale O + centre for each channel at the end: V of 8 bits was divided by the one, after the other was subtracted.
 
 Equations: those of FlashAttention-2's forward in docs/algorithm.md.
@@ -181,7 +181,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows
@@ -472,8 +472,8 @@ def issue_output(tile: Tile, state: pipeline.PipelineState, config: Constexpr[Co
 def add_pieces(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, rescale: cute.Tensor, config: Constexpr[Config]):
     """O' = r O + P V for the tile of values in the stage of `state`, a piece of O's columns after another, through the same registers.
 
-    The branch is always taken, of which ptxas does not know: it would multiply the next piece before it has added this one, whose sums would then
-    need registers beside the next one's.
+    The branch is always taken, which ptxas does not know: it would multiply the next piece before it has added this one. The sums of both would
+    then need registers at a time.
     """
     forward.wait_for_values(tile, pipes, state, config)
     for piece in range_constexpr(config.pieces):

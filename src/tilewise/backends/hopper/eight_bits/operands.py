@@ -18,19 +18,19 @@ OF_TOKENS = Floats("batch heads_k _", aligned=True)  # _: groups * GROUP
 
 
 class Tensors(NamedTuple):
-    """Of a forward pass. Numbers of 8 bits come as int8, whatever they mean."""
+    """Of a forward pass. Elements of 8 bits come as int8, whatever they mean."""
 
     Q: Annotated[Tensor, Of("batch seqlen_q heads_q head_dim", torch.int8, aligned=True)]
     K: Annotated[Tensor, Of("batch seqlen_k heads_k head_dim", torch.int8, aligned=True)]
     V: Annotated[Tensor | None, When("wide_values", (False,)), MADE_V]
     O: Annotated[Tensor, Of("batch seqlen_q heads_q head_dim_v", "out", aligned=True)]
     L: LikeL
-    # What V was made from, for numbers that are not finite; without V what is multiplied:
+    # What V was made from, for elements that are not finite; without V what is multiplied:
     values: Annotated[Tensor, GIVEN_V._replace(dtype=lambda config: config.out if config.centred else torch.int8)]
 
 
 class Scales(NamedTuple):
-    """What numbers of 8 bits are to be multiplied with; strides of 0 where several have one."""
+    """What elements of 8 bits are to be multiplied with; strides of 0 where several have one."""
 
     q: Annotated[Tensor, Floats("batch heads_q seqlen_q", scattered=True)]
     k: Annotated[Tensor, OF_GROUPS]
@@ -42,8 +42,8 @@ class Scales(NamedTuple):
     lost: Annotated[
         Tensor | None, When("loses"), Floats("batch heads_k _")
     ]  # of each token: NaN for keys that were not finite, 0 for others
-    columns: Annotated[Tensor | None, When("tokens_k"), OF_TOKENS]  # beside `k`, of each token
-    weights: Annotated[Tensor | None, When("tokens_v"), OF_TOKENS]  # likewise, beside `v`
+    columns: Annotated[Tensor | None, When("tokens_k"), OF_TOKENS]  # in addition to `k`, of each token
+    weights: Annotated[Tensor | None, When("tokens_v"), OF_TOKENS]  # likewise, in addition to `v`
 
 
 class OfTokens(NamedTuple):

@@ -1,7 +1,7 @@
 """Q, K and V of 16 bits become the forward kernel's operands of 8 bits, as backends/eight_bits.py has it to the bit, in two kernels.
 
-The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and in slices of tokens the least and the largest number
-of V. The second (`quantise`) has thread blocks, or clusters of them, for GROUP tokens of a head, of which a thread has `numbers` numbers:
+The first (`survey`) finds what all tokens decide, of each channel: the centres of K and V, and in slices of tokens the least and the largest element
+of V. The second (`quantise`) has thread blocks, or clusters of them, for GROUP tokens of a head, of which a thread has `numbers` elements:
 
 - of Q and K a thread has one token, and chunks of its channels, which lie as far apart as those of all threads that share it are wide. The
   rotation adds and subtracts neighbours first, so it goes from the chunk's channels over the lanes to the thread's chunks;
@@ -10,8 +10,8 @@ of V. The second (`quantise`) has thread blocks, or clusters of them, for GROUP 
 - V loses its centre, is divided by its channels' scales, rounded to e4m3 and transposed. 16 tokens of a channel lie in the order that P has in
   registers (sm90/key_order.py); a thread has four channels of eight or all of them.
 
-Both are bound by memory: of Q, K and V each number takes 2 bytes to read, V's 2 again, and 1 to write. So little is computed for each: D's signs
-change while two numbers share a register, V's extremes are found in pairs, and what is not finite shows in the maxima that are found anyway. (K's
+Both are bound by memory: of Q, K and V each element takes 2 bytes to read, V's 2 again, and 1 to write. So little is computed for each: D's signs
+change while two elements share a register, V's extremes are found in pairs, and what is not finite shows in the maxima that are found anyway. (K's
 centre has D's signs, too. Where a key's first channel is -0 and its centre is 0, a zero of its e4m3 may so have the other sign.)
 """
 
@@ -165,7 +165,7 @@ def fetch(walk: Walk, end: Int32, raw: cute.Tensor) -> Walk:
 def extremes(
     gV: cute.Tensor, tokens: Int32, of_warps: cute.Tensor, channels: cute.Tensor, part: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
-    """Pairs of the least and of the largest finite numbers of a slice. of_warps: (head_dim / 2, 2, warps)."""
+    """Pairs of the least and of the largest finite elements of a slice. of_warps: (head_dim / 2, 2, warps)."""
     thread, lane = arch.thread_idx()[0], arch.lane_idx()
     columns, pairs = const_expr(config.head_dim // 8), const_expr(config.head_dim // 2)
     rows, column = const_expr(SURVEYORS // columns), thread % columns
@@ -199,7 +199,7 @@ def extremes(
             )
 
 
-# Numbers of 8 bits
+# Elements of 8 bits
 
 
 class Of(NamedTuple):
@@ -305,7 +305,7 @@ def keys(
         lost = lost and token < last
         thread = arch.thread_idx()[0]
         word = largest_of_warp(bits_of(most))
-        if const_expr(config.loses):  # a bit that no number above 0 has says so
+        if const_expr(config.loses):  # a bit that no value above 0 has says so
             word |= Int32(arch.vote_any_sync(lost)) << 31
         word = tell(of_warps, word, config)
         any_lost = False
@@ -526,7 +526,7 @@ def step_of(gX: cute.Tensor) -> Int64:
 
 
 def loaded(address: Int64, words: int, there: Boolean, otherwise: int = 0) -> tuple[Uint32, ...]:
-    """So many words of global memory, `otherwise` where they are not there; without branches, so that no load waits for another."""
+    """`words` words of global memory, `otherwise` where they are not there; without branches, so that no load waits for another."""
     targets, kind = [f"{{$w{i}}}" for i in range(words)], "b32" if words == 1 else f"v{words}.b32"
     load = f"ld.global.L2::128B.{kind} {'{' * (words > 1)}{', '.join(targets)}{'}' * (words > 1)}, [{{$r0}}];"
     others = " ".join(f"mov.b32 {target}, {otherwise};" for target in targets)
@@ -547,7 +547,7 @@ def read_middle(row: cute.Tensor, middle: cute.Tensor):
 
 @cute.jit
 def of_chunk(middle: cute.Tensor, i: Constexpr[int], sharer: Int32, config: Constexpr[QuantiserConfig]) -> cute.Tensor:
-    """(4,): for the thread's numbers from 4 i on."""
+    """(4,): for the thread's elements from 4 i on."""
     return four_of(middle.iterator + (config.channel(4 * i) + CHUNK * sharer))
 
 
@@ -606,7 +606,7 @@ def only_if(there: Boolean, x: cute.Tensor):
 
 
 def without_spoiled(x: cute.Tensor, config: QuantiserConfig) -> Float32:
-    """The largest finite magnitude of the thread's numbers; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
+    """The largest finite magnitude of the thread's elements; in place of what is not finite comes 0 or, where the dtype has it, NaN."""
     most = Float32(0.0)
     for c in range(config.numbers):
         x[c] = finite_or_nan(x[c]) if config.dtype.is_floating_point else finite_or_0(x[c])
@@ -632,7 +632,7 @@ def is_finite(x: Float32) -> Boolean:
 
 
 def largest(x: cute.Tensor) -> Float32:
-    """The largest magnitude of the thread's numbers, NaN beside any NaN."""
+    """The largest magnitude of the thread's elements, NaN if any is NaN."""
     found = [Float32(0.0)] * 4
     for c in range(cute.size(x)):
         found[c % 4] = largest_or_nan(found[c % 4], x[c])
@@ -653,7 +653,7 @@ def of_sharers(most: Float32, config: Constexpr[QuantiserConfig]) -> Float32:
 
 
 def largest_of_warp(bits: Int32) -> Int32:
-    """Bits of numbers that are not negative have their order."""
+    """Bits of floats that are not negative have the floats' order."""
     return arch.inline_ptx("redux.sync.max.s32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Int32], read_only_args=[bits])
 
 
@@ -669,7 +669,7 @@ def scale_of(most: Float32, top: Constexpr[float]) -> tuple[Float32, Float32]:
 def store(
     target: cute.Tensor, token: Int32, x: cute.Tensor, inverse: Float32, sharer: Int32, config: Constexpr[QuantiserConfig]
 ):  # fmt: skip
-    """The thread's numbers of a token, in 8 bits. target: (seqlen, head_dim)."""
+    """The thread's elements of a token, in 8 bits. target: (seqlen, head_dim)."""
     place, words = (target[token, None].iterator + CHUNK * sharer).toint(), const_expr(CHUNK // 4)
     stored = const_expr(f"st.global.v{words}.b32 [{{$r0}}], {{{', '.join(f'{{$r{i + 1}}}' for i in range(words))}}};")
     for first in range_constexpr(0, config.numbers, CHUNK):
@@ -677,7 +677,7 @@ def store(
         arch.inline_ptx(stored, read_only_args=[place + config.channel(first), *found])
 
 
-# Numbers in registers
+# Elements in registers
 
 
 def numbers_of(pair: Uint32, config: QuantiserConfig) -> tuple[Float32, Float32]:

@@ -13,14 +13,14 @@ from tilewise.backends.hopper.eight_bits.operands import Made, Scales
 from tilewise.problem import Call
 from tilewise.views import part
 
-ALIGNED = 128  # bytes, at whose multiples tensors begin: a line of the cache
+ALIGNED = 128  # bytes: tensors begin at multiples of a line of the cache
 
 Layout = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """What makes tensors in one allocation of so many bytes, on the current device: their own, or with a stream what all its calls have in common."""
+    """What makes tensors in one allocation of `bytes`, on the current device: their own, or with a stream the one that all its calls share."""
 
     make: Callable
     bytes: int

@@ -1,8 +1,8 @@
 """Scores of 8-bit products, and P in e4m3, in the registers of a warpgroup's product.
 
-A score is a dot product d of int8 or e4m3 numbers times a factor, which is one for a row and a tile of keys. Integer products are added to MAGIC's
-bits: what comes out, read as fp32, is 2^23 + 2^22 + d, exactly while |d| < 2^22. So no number is converted, MAGIC leaves by the same fused
-multiply-add that subtracts the maximum, and, as all numbers are positive, their maximum is that of integers, of which three are compared at once.
+A score is a dot product d of int8 or e4m3 elements times a factor, which is one for a row and a tile of keys. Integer products are added to MAGIC's
+bits: what comes out, read as fp32, is 2^23 + 2^22 + d, exactly while |d| < 2^22. So no product is converted, MAGIC leaves by the same fused
+multiply-add that subtracts the maximum, and, as all sums are positive, their maximum is that of integers, of which three are compared at once.
 
 P in e4m3 is 2^HEADROOM times what it would be: e4m3 ends at 448 and has three bits of its own down to 2^-6.
 """
@@ -77,7 +77,7 @@ def weigh_columns(acc_S: cute.Tensor, columns: cute.Tensor, masked: Constexpr[bo
 
 @cute.jit
 def dequantise(acc_S: cute.Tensor, factors: cute.Tensor, shift: cute.Tensor | None, config: Constexpr):
-    """S in place: the products that numbers of more bits would have had. factors and shift: (ROWS,) fp32."""
+    """S in place: the products that elements of more bits would have had. factors and shift: (ROWS,) fp32."""
     S = fragments.by_rows(acc_S)
     for r in range_constexpr(fragments.ROWS):
         start = Float32(0.0) if const_expr(shift is None) else shift[r]

@@ -65,7 +65,7 @@ def without_keys(call: Call, gradients: Callable | None = None) -> Bound:
 
 
 def seen_and_scored(call: Call, plan: Plan, scale: float) -> dict:
-    """What `Bound` takes beside for the call, which says what is seen and what becomes of scores."""
+    """What else `Bound` takes for the call: it says what is seen and what becomes of scores."""
     found, config = {}, plan.config
     if isinstance(call.mask, DeviceDocuments) and config.mask_kind == "varlen":
         found["ahead"], bands, reads = _ahead(call, plan), (), False
@@ -185,5 +185,5 @@ def _with_a_positive_scale(kernel: Callable, scale: float) -> tuple[Callable, fl
 
 
 def positive(scale: float) -> Callable[[Tensor], Tensor]:
-    """What gives the queries whose scores by a positive scale are those by `scale`, which is not."""
+    """What makes queries that have by a positive scale the scores that the given ones have by `scale`, which is not positive."""
     return torch.neg if scale < 0.0 else torch.zeros_like

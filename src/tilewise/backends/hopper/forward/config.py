@@ -31,13 +31,13 @@ class Config(ScoreChanges):
     from_zero: bool = False  # maxima by a shorter way, where no row's maximum so far is below 0
     cluster: int = 1  # thread blocks that fetch their tiles of keys together
     blocks: int = 1  # thread blocks that share a multiprocessor
-    bias_pairs: bool = False  # its numbers, of 16 bits, come by twos
+    bias_pairs: bool = False  # its elements, of 16 bits, come by twos
     sink: bool = False
     row_max: bool = False  # each row's largest score is written, too
 
     @property
     def value_bytes(self) -> int:
-        """Of a number of V."""
+        """Of an element of V."""
         return self.dtype.itemsize
 
     @property
@@ -66,7 +66,7 @@ class Config(ScoreChanges):
 
     @property
     def smem_elements_of_O(self) -> int:
-        """Numbers of O that its own shared memory holds."""
+        """Elements of O that its own shared memory holds."""
         return self.tile_m * self.head_dim_v // self.pieces_of_O if self.pieces_of_O else 0
 
     @property
@@ -94,7 +94,7 @@ class Choice:
     """What to take up to `most_queries` of a sequence, `few_keys`: and up to as many keys; None: any number.
 
     Of a window as many queries count as it is wide, of packed documents those of the longest. Of several with the same bounds, that of the least
-    `work`: tiles that a length fills badly lose to smaller ones, whose scores cost more each.
+    `work`: tiles that a length fills badly lose to smaller ones, though these take more for each score.
     """
 
     most_queries: int | None = None
@@ -116,7 +116,7 @@ def any_length(**fields) -> tuple[Choice, ...]:
 
 
 def step(**fields) -> dict:
-    """For full masks, whose units all take as long."""
+    """For full masks, where all units take as long."""
     return {**fields, "dynamic": False}
 
 
@@ -276,7 +276,7 @@ def _choices(dtype: torch.dtype, dims: tuple[int, int], mask_kind: str, changes:
 def _made(dtype: torch.dtype, dims: tuple[int, int], mask_kind: str, fields: dict, changes: dict) -> Config:
     config = Config(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], mask_kind=mask_kind, **fields, **changes)
     if config.dropout:
-        if config.consumers == 3 and mask_kind != "full":  # whose threads have too few registers
+        if config.consumers == 3 and mask_kind != "full":  # threads of three consumers have too few registers
             config = replace(config, tile_m=128, tile_n=128)
         config = replace(config, tile_n=DROPOUT.get((dims, mask_kind), config.tile_n))
     if config.natural:

@@ -64,7 +64,7 @@ def send(sO: cute.Tensor, target: Tma, column: Constexpr[int], warp: Int32, bloc
 
 @cute.jit
 def store_statistic(gX: cute.Tensor, x: cute.Tensor, tOcO: cute.Tensor, m0: Int32):
-    """A number of each row. gX: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
+    """A value of each row. gX: (seqlen,) of this head; tOcO: coordinates of acc_O in its tile."""
     at = fragments.by_rows(tOcO)
     for r in range_constexpr(fragments.ROWS):
         row = m0 + at[r, 0][0]

@@ -35,12 +35,12 @@ from tilewise.sm90.dsl import (
 
 WARP, ROWS = 32, 16  # of a tile that a warp holds
 WARPS = 3  # that screen: those of the loader's warpgroup that do not load
-WIDE, WORDS, READ_BYTES = 8, 4, 16  # numbers of 16 bits, words of 32, and bytes that a lane reads at a time; of numbers of 8 bits WIDE, too
+WIDE, WORDS, READ_BYTES = 8, 4, 16  # elements of 16 bits, words of 32, and bytes that a lane reads at a time; of 8 bits WIDE elements, too
 SLOT = 2 * WORDS  # words for a unit, of which 2 * WARPS are used
 TILES = 32  # bits of a word: tile n of the keys has bit n % TILES
 AT_ONCE = 4  # reads that do not wait for each other
 NONE = 0
-LOWEST = {16: 0x10001, 8: 0x1010101}  # bits of a word's numbers, by their width
+LOWEST = {16: 0x10001, 8: 0x1010101}  # bits of a word's elements, by their width
 
 
 class Screen(NamedTuple):
@@ -65,19 +65,19 @@ def make_screen(storage: SmemAllocator, config: Constexpr) -> Screen:
 
 
 class Pattern(NamedTuple):
-    """Of the numbers in a word: their exponents' bits, in e4m3 all but the sign's, which are 1 where a number is not finite; what added to these
+    """Of the elements in a word: their exponents' bits, in e4m3 all but the sign's, which are 1 where an element is not finite; what added to these
     sets the signs' where they are; the signs', as an int32.
     """
 
     exponents: int
     carry: int
     signs: int
-    width: int  # bits of a number
+    width: int  # bits of an element
 
 
 @cache
 def pattern(dtype) -> Pattern:
-    """Numbers of 8 bits are e4m3, whatever the type that they come in."""
+    """Elements of 8 bits are e4m3, whatever the type that they come in."""
     exponent = {BFloat16: 0x7F80, Float16: 0x7C00}.get(dtype, 0x7F)
     width = 16 if exponent > 0x7F else 8
     every, low = LOWEST[width], exponent & -exponent
@@ -86,7 +86,7 @@ def pattern(dtype) -> Pattern:
 
 @cute.jit
 def marks_of(word: Int32, dtype: Constexpr) -> Int32:
-    """The sign bits of the word's numbers: 1 where a number is not finite."""
+    """The sign bits of the word's elements: 1 where an element is not finite."""
     exponents, carry, signs, _ = const_expr(pattern(dtype))
     return ((word & exponents) + carry) & signs
 
@@ -149,7 +149,7 @@ def clear(address: Int32, warp: Int32, dtype: Constexpr, config: Constexpr) -> B
     reads = const_expr(config.tile_n * config.head_dim_v * width // (8 * READ_BYTES))  # of all lanes together
     place = address + (warp * WARP + arch.lane_idx()) * READ_BYTES
     turns, rest = const_expr(divmod(reads, WARPS * WARP))
-    products = (Int32(0), Int32(0))  # of what was read and 0: 0, or NaN where a number is not finite
+    products = (Int32(0), Int32(0))  # of what was read and 0: 0, or NaN where an element is not finite
     for i in cutlass.range(turns, unroll=4):
         products = times_zero(read(place + i * (WARPS * WARP * READ_BYTES)), products, dtype)
     if const_expr(rest > 0) and warp * WARP + arch.lane_idx() < rest:
@@ -174,7 +174,7 @@ def read(address: Int32, how: str = "") -> list[Int32]:
 
 
 def times_zero(words: list[Int32], products: tuple[Int32, Int32], dtype) -> tuple[Int32, Int32]:
-    """0 times each number, added to one of two chains; of numbers of 8 bits, which are not multiplied so, what `marks_of` sees."""
+    """0 times each element, added to one of two chains; of elements of 8 bits, which are not multiplied so, what `marks_of` sees."""
     found = list(products)
     if pattern(dtype).width == 8:
         for i, word in enumerate(words):
@@ -271,7 +271,7 @@ def mark_tiles(marks: cute.Tensor, first: Int32, last: Int32, tiles: Int32, run:
                         found = found | marks_of(cute.recast_tensor(numbers[None, t], Int32)[w], unit.V.element_type)
                     left = left | cutlass.select_(found != NONE, Int32(1 << t), Int32(NONE))
                 left = arch.warp_redux_sync(left, "or")
-                while left != NONE:  # read once more, as registers have no numbers
+                while left != NONE:  # read once more, as a loop cannot index registers
                     t = WARP - 1 - Int32(arch.clz(left))
                     left = left & ~(1 << t)
                     numbers[None, 0].fill(0.0)
@@ -281,19 +281,19 @@ def mark_tiles(marks: cute.Tensor, first: Int32, last: Int32, tiles: Int32, run:
 
 @cute.jit
 def read_key(numbers: cute.Tensor, key: Int32, column: Int32, end: Int32, mV: cute.Tensor):
-    """WIDE numbers of a key before `end`, from a column on, where there are any."""
+    """WIDE elements of a key before `end`, from a column on, where there are any."""
     if key < end and column < mV.shape[1]:
         cute.autovec_copy(wide(mV, key, column), numbers)
 
 
 def wide(mX: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-    """WIDE numbers of a row, whose bytes are aligned."""
+    """WIDE elements of a row, which are aligned."""
     return cute.make_tensor((mX[row, None].iterator + column).align(WIDE * mX.element_type.width // 8), cute.make_layout(WIDE))
 
 
 @cute.jit
 def mark_numbers(marks: cute.Tensor, numbers: cute.Tensor, first: Int32, end: Int32, run: Run | None, unit: Unit, config: Constexpr):
-    """numbers: (WIDE,), a lane's of the keys that the warp has read, from `first` on."""
+    """numbers: (WIDE,) elements, a lane's of the keys that the warp has read, from `first` on."""
     words, kind = cute.recast_tensor(numbers, Int32), const_expr(pattern(numbers.element_type))
     width, size_bits = const_expr(kind.width), const_expr((1 << kind.width - 1) - 1)
     least = const_expr(kind.exponents & size_bits)  # of what is not finite

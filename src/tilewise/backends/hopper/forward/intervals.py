@@ -27,7 +27,7 @@ def launch(
 
 @cute.kernel
 def kernel(documents: Packed, ends: cute.Tensor, walks: cute.Tensor, order: cute.Tensor | None, config: Constexpr):
-    """order: what a cluster ranks, of whose blocks there may be more than tiles."""
+    """order: of the clusters, which may have more blocks than there are tiles."""
     thread, m_block = arch.thread_idx()[0], arch.block_idx()[0]
     row = m_block * config.tile_m + thread
     begin, end = interval(row, documents)

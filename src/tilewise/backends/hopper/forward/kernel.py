@@ -2,7 +2,7 @@
 
 - queries, keys, heads and batch of their own; a query head reads the key head of its group, where it lies;
 - any mask (visible/): one band, where each row sees the keys [max(k0, row + lo), min(k1, row + hi + 1)), which is full, causal, window, first keys;
-  packed documents, whose rows each have an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
+  packed documents, where each row has an interval of keys (documents.py); all others by runs of tiles with bands and bitmaps (tables.py);
 - softcap, additive bias, ALiBi and a sink, between the product and the softmax (scores/); dropout behind it (../dropout.py);
 - fp16; head_dim_v != head_dim; heads smaller than the tile, which the copy engine fills up with zeros and cuts off again;
 - persistent thread blocks, which fetch tiles from a work queue, so that one tile's loads begin under the end of the tile before (scheduler.py);
@@ -160,7 +160,7 @@ def allocate(storage: SmemAllocator, dtype, layouts: tuple, config: Constexpr[Co
 
 
 def readers(config) -> int:
-    """Warps of a thread block that go through units and tiles of V beside the one that loads."""
+    """Warps of a thread block, other than the one that loads, that go through units and tiles of V."""
     return config.consumers * THREADS // WARP + hidden.WARPS * config.hides
 
 
@@ -274,7 +274,7 @@ class Tile(NamedTuple):
     tSrQ: cute.Tensor  # descriptors of the operands in shared memory
     tSrK: cute.Tensor
     tOrV: cute.Tensor
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     P: cute.Tensor
     acc_O: cute.Tensor
     rows: fragments.Rows

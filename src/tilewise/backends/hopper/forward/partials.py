@@ -12,7 +12,7 @@ from tilewise.sm90 import fragments
 from tilewise.sm90.dsl import Boolean, Constexpr, Float32, Int32, arch, const_expr, cute, cutlass, range_constexpr
 
 WARP, ROWS = 32, 16  # of a tile that a warp holds
-WIDE = 4  # numbers that a lane reads or writes at a time
+WIDE = 4  # elements that a lane reads or writes at a time
 LSE, ROW_MAX = (Statistics._fields.index(name) for name in ("lse", "row_max"))
 
 
@@ -25,7 +25,7 @@ class Partials(NamedTuple):
 
 @cute.jit
 def together(acc_O: cute.Tensor, ends: Statistics, partials: Partials, span: Span, warp: Int32, config: Constexpr) -> Boolean:
-    """Whether this warp is the one to store its rows, whose O and statistics are then those of all keys."""
+    """Whether this warp is the one to store its rows. Their O and statistics are then those of all keys."""
     begin, end = span.slots
     mine = Boolean(True)
     if arch.vote_any_sync(end - begin > 1):
@@ -127,7 +127,7 @@ def add_up(acc_O: cute.Tensor, ends: Statistics, partials: Partials, begin: Int3
 
 @cute.jit
 def largest(row_max: cute.Tensor, total: cute.Tensor, partials: Partials, begin: Int32, end: Int32, warp: Int32, config: Constexpr):
-    """The largest of the slots' [begin, end); of rows whose total is NaN, that."""
+    """The largest of the slots' [begin, end); NaN for rows with a total of NaN."""
     part = cute.make_rmem_tensor(fragments.ROWS, Float32)
     for slot in cutlass.range(begin, end, unroll=1):
         cute.autovec_copy(statistic_of_warp(of_warp(partials, slot, warp, config), ROW_MAX, config), part)

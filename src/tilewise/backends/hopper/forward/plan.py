@@ -20,9 +20,9 @@ class Plan:
     """Everything about one call on one GPU that its tensors do not decide; sizes in elements."""
 
     config: Config
-    section: int  # heads whose units are mixed (scheduler.Units)
+    section: int  # heads that have their units mixed (scheduler.Units)
     blocks: int  # thread blocks, at most
-    band: tuple[int, ...]  # the numbers of operands.Band
+    band: tuple[int, ...]  # the integers of operands.Band
     partials: tuple[int, int] | None  # sizes of operands.Work.sums and .arrivals, where units are shared
 
     @classmethod
@@ -73,8 +73,8 @@ def _queries(call: Call, mask_kind: str) -> int:
 
 
 def _section(call: Call, config) -> int:
-    """Heads whose tiles are mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, whose first
-    tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
+    """Heads that have their tiles mixed, longest first: about as many as share the L2 cache, and none left over for a short last section, as its
+    first tiles would keep a few multiprocessors busy for long. One where all tiles are alike.
     """
     if config.mask_kind == "full":
         return 1

@@ -1,7 +1,7 @@
 """Softcap, additive bias and ALiBi in the backward pass on Hopper: P again, and by what dP - delta is multiplied (Eq. 24, 25, 29 to 31).
 
-Changes of a score are in logits.py. Here scores come transposed, a thread holds numbers of two keys, and under a softcap dS is
-P (1 - t^2) (dP - delta): the factor joins P as soon as P is rounded for dV, so that nothing has to be kept beside them. What is off leaves no
+Changes of a score are in logits.py. Here scores come transposed, a thread holds elements of two keys, and under a softcap dS is
+P (1 - t^2) (dP - delta): the factor joins P as soon as P is rounded for dV, so that nothing else has to be kept. What is off leaves no
 trace in the generated code.
 """
 
@@ -17,7 +17,7 @@ from tilewise.sm90.dsl import BFloat16, Constexpr, Float32, Int32, Int64, arch, 
 from tilewise.sm90.fragments import LOG2_E
 
 NEXT_KEY = 8  # the second of a thread's keys, from its first
-SOME = 4  # of a row's numbers, which `weigh_rows` does at a time
+SOME = 4  # of a row's elements, which `weigh_rows` does at a time
 
 
 class Head(NamedTuple):
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
 
 @cute.jit
 def per_query(pairs: cute.Tensor, stage: Int32) -> cute.Tensor:
-    """The numbers of this thread's columns, (tile_m / 4,)."""
+    """The values for this thread's columns, (tile_m / 4,)."""
     found = cute.make_rmem_tensor(pairs[None, None, 0].shape, Float32)
     cute.autovec_copy(pairs[None, None, stage], found)
     return cute.make_tensor(found.iterator, cute.make_layout(cute.size(found)))
@@ -88,7 +88,7 @@ def exponentiate(acc_S: cute.Tensor, first: Constexpr[int] = 0, last: Constexpr[
 
 @cute.jit
 def thread_of(tensors, block, tScS: cute.Tensor, config: Constexpr) -> Thread:
-    """tScS: (key, query) of each number of S^T."""
+    """tScS: (key, query) of each element of S^T."""
     changes = tensors.changes
     if const_expr(not (config.natural or config.dropout)):
         return Thread(changes)
@@ -183,7 +183,7 @@ def read(address: Int64, keys: Int32, config) -> tuple[Float32, Float32]:
 
 
 def read_one(address: Int64, keys: Int32, place: int, config) -> Float32:
-    """The number `place` behind an address; 0 where it is not among the `keys` that there are from there on."""
+    """The element `place` behind an address; 0 where it is not among the `keys` that there are from there on."""
     code = READ[config.bias].replace("@at", str(place)).replace("@offset", str(place * config.bias.itemsize))
     return arch.inline_ptx(code, write_only_types=[Float32], read_only_args=[address, keys])
 
@@ -245,12 +245,12 @@ def enlarge(p: Float32, config) -> Float32:
 
 
 def packed(first: Float32, second: Float32, kind: str) -> Int32:
-    """Two numbers, rounded."""
+    """Two values, rounded."""
     return arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[second, first])
 
 
 def unpacked(pair: Int32) -> tuple[Float32, Float32]:
-    """Two numbers of fp16."""
+    """Two values of fp16."""
     return arch.inline_ptx(
         "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
         write_only_types=[Float32, Float32],
@@ -272,7 +272,7 @@ def weigh_rows(
     """Where a thread has two queries instead: S = Q K^T becomes P, or, if `capped`, the factor of dP - delta in dS; what hidden pairs get says
     nothing.
 
-    tScS: (query, key) of each number of S; lse: (ROWS,). Done in parts, so that fewer registers are taken at a time.
+    tScS: (query, key) of each element of S; lse: (ROWS,). Done in parts, so that fewer registers are taken at a time.
     """
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     bias = scores.bias_of(changes, head) if const_expr(config.bias is not None) else None
@@ -298,7 +298,7 @@ def weigh_rows(
 def kept_of_rows(
     tScS: cute.Tensor, draw: Draw | None, block, n0: Int32 | None, columns: Constexpr[int], config: Constexpr
 ) -> cute.Tensor | None:
-    """Which of a thread's pairs dropout keeps in a tile of so many columns, where rows are queries: as `dropout.of_rows`. block: of the queries."""
+    """Which of a thread's pairs dropout keeps in a tile of `columns` columns, where rows are queries: as `dropout.of_rows`. block: of the queries."""
     bits = None
     if const_expr(config.dropout):
         row, column = fragments.by_rows(tScS)[0, 0]

@@ -35,7 +35,7 @@ class Statistics(NamedTuple):
 
 @cute.jit
 def terms_of(scores: Scores, tScS: cute.Tensor, block, config: Constexpr) -> Terms:
-    """tScS: (row, column) of each number of S."""
+    """tScS: (row, column) of each element of S."""
     bias, slope, origin, sink, head = None, None, None, None, None
     at = fragments.by_rows(tScS)
     if const_expr(config.bias is not None):
@@ -102,7 +102,7 @@ def bias_row(bias: cute.Tensor, row: Int32, key: Int32) -> cute.Tensor:
     return cute.domain_offset((key,), bias[min(row, bias.shape[0] - 1), None])
 
 
-# The number that lies @offset bytes behind an address, 0 unless @at < keys; and two neighbours by one load.
+# The element that lies @offset bytes behind an address, 0 unless @at < keys; and two neighbours by one load.
 READ = {
     torch.bfloat16: (
         "{ .reg .pred p; .reg .b16 h, zero; mov.b16 zero, 0; mov.b16 h, 0; setp.gt.s32 p, {$r1}, @at; @p ld.global.b16 h, [{$r0}+@offset]; "

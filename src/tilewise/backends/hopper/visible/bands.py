@@ -29,7 +29,7 @@ def interval(row: Int32, band: Band):
 
 @cute.jit
 def some_of(row0: Int32, rows: Constexpr[int], band: Band) -> tuple[Int32, Int32, Int32, Int32]:
-    """Of so many rows from row0 on the first and the last that see anything, if the one is not behind the other; and the columns [begin, end) that
+    """Of `rows` rows from row0 on the first and the last that see anything, if the one is not behind the other; and the columns [begin, end) that
     some of them see.
     """
     top, bottom = max(row0, band.q0), min(row0 + rows, band.q1) - 1

@@ -13,7 +13,7 @@ def bit_in(bitmaps: cute.Tensor, ref: Int32, row: Int32, column: Int32) -> Boole
 
 @cute.jit
 def keep(S: cute.Tensor, r: Constexpr[int], begin: Int32, end: Int32, hidden: Constexpr[float]):
-    """`hidden` in row r but for columns whose distance from the thread's first lies in [begin, end). S: (ROWS, columns)."""
+    """`hidden` in row r but for columns at a distance in [begin, end) from the thread's first. S: (ROWS, columns)."""
     for c in range_constexpr(cute.size(S, mode=[1])):
         column = const_expr(fragments.column(c))
         S[r, c] = S[r, c] if column >= begin and column < end else Float32(hidden)
@@ -24,7 +24,7 @@ def hide(
     its, acc: cute.Tensor, tScS: cute.Tensor, column0: Int32, mask_kind: Constexpr[str] = "band", hidden: Constexpr[float] = 0.0,
     first: Constexpr[int] = 0, last: Constexpr[int] = 0,
 ):  # fmt: skip
-    """P = 0, or dS, for the pairs that are hidden, or whose key does not exist. P = 0 makes dS = 0 too, unless dP is NaN (repair/).
+    """P = 0, or dS, for the pairs that are hidden, or have a key that does not exist. P = 0 makes dS = 0 too, unless dP is NaN (repair/).
 
     its.begin, its.end: (ROWS,) int32, the columns that see this thread's rows, or are seen by them; `mask_kind` "full" or "causal" spares comparisons
     where rows are keys. column0: of the tile. `hidden`: -inf for what P is computed from; [first, last): columns of a thread, all where last is 0.

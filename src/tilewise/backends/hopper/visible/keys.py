@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
     begin: cute.Tensor | None  # (ROWS,) int32
     end: cute.Tensor | None
-    bits: cute.Tensor | None  # (ROWS,) int32: a bit for each of the thread's numbers of a row
+    bits: cute.Tensor | None  # (ROWS,) int32: a bit for each of the thread's elements of a row
 
 
 @cute.jit
@@ -112,7 +112,7 @@ def run_of(index: Int32, band: Band) -> Run:
 
 @cute.jit
 def rows_of(band: Band, tScS: cute.Tensor, m0: Int32, config) -> Seen:
-    """For "varlen": what a unit's rows see. tScS: (row, column) of each number of S."""
+    """For "varlen": what a unit's rows see. tScS: (row, column) of each element of S."""
     begin, end = None, None
     if const_expr(config.mask_kind == "varlen"):
         begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
@@ -143,7 +143,7 @@ def bits_of(band: Band, ref: Int32, tScS: cute.Tensor, m0: Int32, n0: Int32, con
 
 
 def gathered(words: list[Int32]) -> Int32:
-    """The thread's numbers out of words of 32 columns each, of which its first is the lowest bit (`fragments.column`)."""
+    """The bits of the thread's elements out of words of 32 columns each, of which its first is the lowest bit (`fragments.column`)."""
     bits = Int32(0)
     for w, word in enumerate(words):
         pairs = word & 0x03030303
@@ -180,7 +180,7 @@ def shows(band: Band, run: Run, row: Int32, key: Int32, config) -> Boolean:
 
 @cute.jit
 def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band, seen: Seen, config: Constexpr):
-    """-inf for the keys that a row does not see, or that do not exist. tScS: (row, column) of each number of S."""
+    """-inf for the keys that a row does not see, or that do not exist. tScS: (row, column) of each element of S."""
     S, at = fragments.by_rows(acc_S), fragments.by_rows(tScS)
     for r in range_constexpr(fragments.ROWS):
         bits = places_seen(r, m0 + at[r, 0][0], n0 + at[r, 0][1], band, seen, config)
@@ -190,7 +190,7 @@ def hide(acc_S: cute.Tensor, tScS: cute.Tensor, m0: Int32, n0: Int32, band: Band
 
 @cute.jit
 def places_seen(r: Constexpr[int], row: Int32, first: Int32, band: Band, seen: Seen, config: Constexpr) -> Int32:
-    """Which of the thread's numbers of its row r are seen, a bit each; `first` is the key of its first."""
+    """Which of the thread's elements of its row r are seen, a bit each; `first` is the key of its first."""
     if const_expr(config.mask_kind == "tiles"):
         return seen.bits[r]
     if const_expr(config.mask_kind == "full"):
@@ -203,12 +203,12 @@ def places_seen(r: Constexpr[int], row: Int32, first: Int32, band: Band, seen: S
 
 @cute.jit
 def places_of(begin: Int32 | None, end: Int32) -> Int32:
-    """Which of the thread's numbers of a row are seen, where the distance from its first lies in [begin, end); None: from it on."""
+    """Which of the thread's elements of a row are seen, where the distance from its first lies in [begin, end); None: from it on."""
     low = Int32(0) if const_expr(begin is None) else places_before(begin)
     return mask_of(low, max(places_before(end) - low, 0))
 
 
 @cute.jit
 def places_before(distance: Int32) -> Int32:
-    """How many of the thread's numbers of a row, of 32, lie within a distance from the first (`fragments.column`)."""
+    """How many of the thread's elements of a row, of 32, lie within a distance from the first (`fragments.column`)."""
     return min(max((distance >> 3) * 2 + min(distance & 7, 2), 0), 32)

@@ -1,6 +1,6 @@
 """Of the backward pass: which keys a query sees and which queries see a key, and the tiles that blocks of either visit: tables.py.
 
-For "tiles" a walk goes over visits, which are numbers of rows of a table, where for all others it goes over tiles of queries.
+For "tiles" a walk goes over visits, which are row numbers of a table, where for all others it goes over tiles of queries.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,7 @@ def queries_of(key: Int32, band: Band, config: Constexpr):
 
 @cute.jit
 def queries_of_rows(tScS: cute.Tensor, n0: Int32, band: Band, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-    """The beginning and the end of the queries that see a thread's keys, (ROWS,) int32 each; (FAR, 0) for none. tScS: (key, query) of each number."""
+    """The beginning and the end of the queries that see a thread's keys, (ROWS,) int32 each; (FAR, 0) for none. tScS: (key, query) of each element."""
     at = fragments.by_rows(tScS)
     begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):
@@ -169,14 +169,14 @@ def hide_unseen(
 
 @cute.jit
 def place_in_tile() -> tuple[Int32, Int32]:
-    """(row, column) of this consumer's thread's first number of S^T, or S. Worked out anew each time: there is no register to keep it in."""
+    """(row, column) of this consumer's thread's first element of S^T, or S. Worked out anew each time: there is no register to keep it in."""
     thread = arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[arch.thread_idx()[0]]) - 128
     return thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2
 
 
 @cute.jit
 def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int32, hidden: Constexpr[float]):
-    """Row r of P = 0 for those queries from 32 w on whose bit is 0; this thread's first one's is the lowest."""
+    """Row r of P = 0 for those queries from 32 w on that have a bit of 0; the lowest bit is of this thread's first query."""
     for c in range_constexpr(WORD // 4):
         shown = word & (1 << fragments.column(c)) != 0
         P[r, w * (WORD // 4) + c] = P[r, w * (WORD // 4) + c] if shown else Float32(hidden)

@@ -108,7 +108,7 @@ class Own(NamedTuple):
 
     pipe: pipeline.PipelineTmaAsync
     operands: Operands
-    tScS: cute.Tensor  # (row, column) of each number of S
+    tScS: cute.Tensor  # (row, column) of each element of S
     bias: cute.Tensor
     mma: cute.TiledMma
 
