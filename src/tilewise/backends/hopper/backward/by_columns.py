@@ -79,7 +79,7 @@ class Tile(NamedTuple):
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     first: cute.Tensor
-    sums: cute.Tensor  # of dQ: (heads of the group, m_blocks, .), from this thread's first number on
+    sums: cute.Tensor  # of dQ: (heads of the group, m_blocks, .), from this thread's first element on
     scale_log2: Float32
     consumer: Int32
     thread: changed.Thread

@@ -182,7 +182,7 @@ def added(counter: Int64) -> Int32:
 @cute.jit
 def finish_tile(tensors: Tensors, finisher: Finisher, tile: Tile, done: Int32, scale: Float32, config: Constexpr[Config]):
     """After `done` parts of others."""
-    nothing = Float32(0.0)  # unless a number is not finite
+    nothing = Float32(0.0)  # unless an element is not finite
     for consumer in cutlass.range(parts_of(tensors, config), unroll=1):
         nothing += finish_part(tensors, finisher, tile, consumer, done + consumer, scale, config)
     finite = Boolean(True)

@@ -413,7 +413,7 @@ def load_rows(
     gX: cute.Tensor, sX: cute.Tensor, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState, m_block: Int32,
     config: Constexpr[Config],
 ):  # fmt: skip
-    """One number for each row of tile m_block."""
+    """One value for each row of tile m_block."""
     load_row(cute.domain_offset((m_block * config.tile_m,), gX), sX, pipe, state, config.tile_m)
 
 

@@ -58,7 +58,7 @@ def queries_of(key: Int32, band: Band, config: Constexpr):
 
 @cute.jit
 def queries_of_rows(tScS: cute.Tensor, n0: Int32, band: Band, config: Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-    """The beginning and the end of the queries that see a thread's keys, (ROWS,) int32 each; (FAR, 0) for none. tScS: (key, query) of each element."""
+    """Begin and end of the queries that see a thread's keys, (ROWS,) int32 each; (FAR, 0) for none. tScS: (key, query) of each element."""
     at = fragments.by_rows(tScS)
     begin, end = (cute.make_rmem_tensor(fragments.ROWS, Int32) for _ in range(2))
     for r in range_constexpr(fragments.ROWS):

@@ -1,6 +1,6 @@
 """The gradient of an additive bias on Hopper: dB = dS, summed over what B is broadcast over (Eq. 32). One thread block a tile of dB.
 
-S and dP of a tile are computed once more, for one head and batch entry after the other, and P (dP - delta) is summed up in registers: every number
+S and dP of a tile are computed once more, for one head and batch entry after the other, and P (dP - delta) is summed up in registers: every element
 of dB has one owner and one order, and there is no memory but dB's own. A bias that is broadcast over queries has its owners sum over these,
 too, of each head and batch entry. Where there are too few tiles to occupy the machine, each sum is cut into parts, which the host adds up.
 
