@@ -34,7 +34,7 @@ def why_not_here(capability: tuple[int, int] | None = None) -> list[str]:
         return missing
     if not torch.cuda.is_available():
         return ["torch sees no GPU here: run it on a machine with an H100 or H200"]
-    if torch.version.hip:  # its devices have other numbers for a capability, 9.0 for MI200s
+    if torch.version.hip:  # its devices have capability numbers of their own, 9.0 for MI200s
         return ["it needs a Hopper GPU of NVIDIA's, and this torch is built for AMD's (ROCm)"]
     capability = capability or torch.cuda.get_device_capability()
     if capability != (9, 0):

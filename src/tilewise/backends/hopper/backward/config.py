@@ -430,7 +430,7 @@ LONG = {
     ((64, 64), "band"): ((1, FINISHES | PAIRWISE | AHEAD),),
     ((64, 64), "varlen"): ((1, PAIRWISE | AHEAD),),
 }
-# Five products, where neither tables nor changed scores take registers too.
+# Five products, where neither tables nor changed scores take registers as well.
 WIDE = dict(tile_n=128, split="keys", ds_stages=1, step="lean", ahead=0.25)
 LONG |= {((192, 128), mask_kind): ((1, WIDE),) for mask_kind in ("full", "causal", "band", "varlen")}
 
