@@ -116,17 +116,17 @@ def attention(
             seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
         alibi_slopes: (heads_q,) or (batch, heads_q); adds `-slope * |i + seqlen_k - seqlen_q - j|` (ALiBi, Press et al. 2022), by the call's lengths
             whatever the mask (`attention_varlen` counts within each document). No gradient.
-        sink: (heads_q,), one more logit in each row's denominator, with no value, or (tokens, heads_q), so many; differentiable. The LSE includes
+        sink: (heads_q,), one more logit in each row's denominator, with no value, or (tokens, heads_q) for several; differentiable. The LSE includes
             them.
         dropout_p: probability in [0, 1) with which a pair's weight is dropped; the LSE is that of the undropped row.
         dropout_seed: key of the random numbers (Philox-4x32-10), in [0, 2**63); None draws one from torch's generator
             (inside torch.compile from the compiled program's, which differs from eager).
         dropout_offset: a second number that tells draws apart, in [0, 2**32): the same seed with another offset drops other pairs.
-        deterministic: only backends whose gradients are bit-identical from run to run.
+        deterministic: only backends with gradients that are bit-identical from run to run.
         precision: "fp8", "int8" or "int8_qk" quantises bf16 or fp16 inputs on the way: Q K^T in e4m3 or int8, P V in e4m3 or, "int8_qk", the inputs'
             dtype. It is less exact (docs/guide/eight-bits.md), and faster where a backend has kernels for it; not with a bias or dropout. Gradients
             are straight-through: those of the call without it, for which the backward pass computes O once more. None quantises nothing.
-        q_scale, k_scale, v_scale: what the numbers of 8-bit q, k and v are multiplied by, above 0 as `quantise` makes them (nobody looks, and kernels
+        q_scale, k_scale, v_scale: what elements of 8-bit q, k and v are multiplied by, above 0 as `quantise` makes them (nobody looks, and kernels
             count on it); None is 1. By their dimensions: () the whole tensor; (batch, heads) each head; (batch, heads, tokens) each token; of k and v
             also (batch, heads_k, ceil(seqlen_k / 128)), each 128 keys. A v of 16 bits has none.
         backend: a backend by name; it runs there or raises. None chooses (see `explain`).
@@ -300,7 +300,7 @@ def eight_bits(
 ) -> operator.Operands:
     """The same operands multiplied in 8 bits where that is asked for, all that concerns it checked. O is in the dtype of `out`, or bf16.
 
-    Packed documents are so many, and have no scales of tiles, which would not end where they do.
+    documents: how many there are, where they are packed; they have no scales by tile, since tiles would not end where documents do.
     """
     q, k, v = given.q, given.k, given.v
     named = {"q_scale": scales[0], "k_scale": scales[1], "v_scale": scales[2]}
@@ -368,7 +368,7 @@ def documents(
     seqused_k: Tensor | None = None,
     apart: bool = False,
 ) -> operator.Operands:
-    """The same tensors, which are packed sequences with `inner` for their mask, and what `attention_varlen` takes beside; checked, but cu_seqlens.
+    """The same tensors as packed sequences, with `inner` for their mask, and what else `attention_varlen` takes; all checked but cu_seqlens.
 
     apart: whether each document is a call of its own in any case.
     """
@@ -440,7 +440,7 @@ def _by_entry(slopes: Tensor) -> Tensor:
 
 
 def _spread(bias: Tensor, seqlen_k: int) -> Tensor:
-    """A checked bias as (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): a view, whose gradient torch sums up to that of what was given."""
+    """A checked bias as (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k): a view; torch sums its gradient up to that of the bias given."""
     if bias.dim() == 4 and bias.shape[3] == seqlen_k:
         return bias
     if not is_compiling():
@@ -453,7 +453,7 @@ def _last_dim_strided(x: Tensor) -> bool:
 
 
 def in_rows(name: str, x: Tensor) -> Tensor:
-    """x, or a copy where numbers of a row lie apart."""
+    """x, or a copy where the elements of a row lie apart."""
     if not _last_dim_strided(x):
         return x
     if not is_compiling():

@@ -106,11 +106,11 @@ def decode(
             sequence as it has queries. They share no memory with the caches. cache_seqlens is not advanced.
         cu_seqlens_q: (batch + 1,) int32 (best) or int64: sequence b owns the queries cu_seqlens_q[b]:cu_seqlens_q[b + 1], one, many or none, as in
             speculative decoding and batches of prefill and decode. Rows behind the last sequence get O = 0 and LSE = -inf, sinks or none.
-        cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table, whose rows say that.
+        cache_batch_idx: (batch,) int32 (best) or int64: the entry of k_cache that holds each sequence. Not with a page table: its rows say that.
         leftpad: (batch,) int32 (best) or int64: the first token of each sequence that may be seen. Positions still count from 0.
         tree: (batch or 1, new, new) bool: token i of the newest `new` sees token j of them only where it is True, and the mask shows it too.
             Positions are places in the cache, for masks, ALiBi and rotary alike: with rotary tables that follow the tree's depth, rotate before.
-        shared_prefix: a promise that so many first tokens are the same for all sequences (the same pages), which a backend may read once, but with
+        shared_prefix: a promise that this many first tokens are the same for all sequences (the same pages), which a backend may read once, but with
             `split` does not. Results do not hang on it.
         split: keys of one piece, rounded up to whole tiles. With it a sequence's bits do not depend on what else is in the batch; on the CPU they
             never do, but in fp64.
@@ -125,7 +125,7 @@ def decode(
         causal: query i sees the cache up to its own position (bottom right).
         mask: as in `attention`, the same for all sequences and aligned to each one's own length; a Dense mask stands alone and spans the capacity,
             (batch or 1, heads or 1, seqlen_q or 1, capacity), with cu_seqlens_q for every query alike.
-        k_scale, v_scale: what the numbers of an 8-bit cache are multiplied by, in fp32 (best); None is 1. By their dimensions: () the whole cache;
+        k_scale, v_scale: what the elements of an 8-bit cache are multiplied by, in fp32 (best); None is 1. By their dimensions: () the whole cache;
             (heads_k,) each head; (batch, heads_k) each sequence and head, as FlashAttention-3's descale; (batch, capacity, heads_k), with a page
             table (pages, page_size, heads_k), each token and head: laid out as the cache without its last dimension. Scales of what is never
             read may be NaN.
@@ -356,7 +356,7 @@ def _to_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor | int | None, places: Places,
     turn: RotaryArgs, check: bool, share: Share | None = None,
 ) -> append_operator.Operands:  # fmt: skip
-    """What `append` is asked for, whose shapes, dtypes and devices are checked."""
+    """What `append` is asked for, with shapes, dtypes and devices checked."""
     page_table, cache_batch_idx, cu_seqlens = places
     rotary_cos, rotary_sin, rotary_first, interleaved = turn
     for name, flag in (("interleaved", interleaved), ("check", check)):

@@ -21,10 +21,10 @@ from tilewise.tangents import has_tangent
 warnings.filterwarnings("ignore", category=TracerWarning, module=r"tilewise\.(errors|api|decoding)$")
 
 NOT_IN_EIGHT_BITS = "numbers of 8 bits and their scales have no gradient (16-bit tensors with precision= have one)"
-MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their numbers where they like
+MADE_OF_MEMORY = (Tensor, torch.nn.Parameter)  # subclasses keep their elements where they like
 _ELSEWHERE = tuple(map(torch._C._dispatch_key_parse, ("ZeroTensor", "Functionalize")))  # and so do these
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # numbers that a scale goes with
+EIGHT_BITS = (torch.float8_e4m3fn, torch.int8)  # elements that a scale goes with
 
 
 _CAUSAL = "causal=True (bottom right where the lengths differ; mask=tilewise.Causal('top_left') is SDPA's)"
@@ -109,7 +109,7 @@ def warn_of_heads_first(q: Tensor, k: Tensor) -> None:
 
 
 def check_memory(**tensors: Tensor | None) -> None:
-    """Refuse a tensor whose memory was given back, of which there is only the shape."""
+    """Refuse a tensor that gave its memory back and has only its shape left."""
     for name, x in tensors.items():
         if x is not None and _freed(x):
             raise ShapeError(
@@ -228,7 +228,7 @@ def check_bias_tensor(bias: Tensor, q: Tensor, axes: tuple[str, str, str, str]) 
 
 
 def check_bias_of_documents(bias: Tensor, q: Tensor, documents: int) -> None:
-    """bias of packed documents, whose lengths are not known yet: the last 2 to 4 of (documents or 1, heads_q or 1, queries or 1, keys or 1)."""
+    """bias of packed documents of lengths that are not known yet: the last 2 to 4 of (documents or 1, heads_q or 1, queries or 1, keys or 1)."""
     check_bias_tensor(bias, q, ("documents or 1", "heads_q or 1", "max_seqlen_q or 1", "max_seqlen_k or 1"))
     sizes = (("documents", documents), ("heads_q", q.shape[-2]))
     for got, (axis, size) in zip(bias.shape[:-2], sizes[4 - bias.dim() :], strict=True):
@@ -260,7 +260,7 @@ def check_scale(name: str, scale: Tensor, x: Tensor, tile: int | None, documents
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuse an `out` of another shape or device than the result's, or none of its dtypes, in which numbers share memory, or where a gradient is
+    """Refuse an `out` of another shape or device than the result's, or none of its dtypes, in which elements share memory, or where a gradient is
     wanted.
     """
     axes = ("batch", "seqlen_q", "heads_q", "head_dim_v") if len(shape) == 4 else ("total_q", "heads_q", "head_dim_v")
@@ -279,7 +279,7 @@ def check_out(out: Tensor, shape: tuple[int, ...], q: Tensor, gradient: bool, dt
 
 
 def meets_itself(x: Tensor) -> bool:
-    """Whether numbers of x may share memory: whether a step along one dimension does not pass over all that lies in smaller steps."""
+    """Whether elements of x may share memory: whether a step along one dimension does not pass over all that lies in smaller steps."""
     if x.is_contiguous():  # as caches mostly are: the rest takes 5 us
         return False
     steps = [(step, size) for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]  # unsorted: symbols, where it is traced
@@ -295,7 +295,7 @@ def check_apart(name: str, x: Tensor, others: Mapping[str, Tensor], what: str = 
 
 
 def _meet(x: Tensor, y: Tensor) -> bool:
-    """Whether numbers of the two may lie at the same address."""
+    """Whether elements of the two may lie at the same address."""
     if not (x.numel() and y.numel()):
         return False
     whole = sum(each.element_size() * max(each.stride(), default=1) * max(each.shape, default=1) for each in (x, y))
@@ -323,7 +323,7 @@ def check_no_grad(name: str, x: Tensor, reason: str) -> None:
 
 
 def check_no_tangent(name: str, x: Tensor, reason: str) -> None:
-    """Refuse a tensor of forward-mode differentiation, whose tangent would be lost."""
+    """Refuse a tensor of forward-mode differentiation: its tangent would be lost."""
     if has_tangent(x):
         raise ValueError(f"{name} has a forward-mode tangent, but {reason}; pass torch.autograd.forward_ad.unpack_dual({name}).primal")
 

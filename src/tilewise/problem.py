@@ -29,7 +29,7 @@ class Dropout(NamedTuple):
     p: float
     seed: int
     offset: int
-    part: Part | None = None  # where i and h are counted in a larger call: whose rows and heads these are
+    part: Part | None = None  # where i and h are counted in a larger call: its rows and heads that these are
 
     def drawn_by(self, rng: Tensor) -> "Dropout":
         """With the random state of another call, (2,) int64 on the CPU: seed and offset."""
@@ -64,7 +64,7 @@ class Share(NamedTuple):
     @overload
     def held(self, tokens: Values) -> Values: ...
     def held(self, tokens):
-        """How many of a sequence's first `tokens` tokens the rank holds, below 0 none; of an array or a tensor, whose values stay where they are."""
+        """How many of a sequence's first `tokens` tokens the rank holds, below 0 none; of an array or a tensor; values stay where they are."""
         if isinstance(tokens, int):
             return int(self.held(np.int64(tokens)))
         turn = self.interleave * self.world
@@ -130,7 +130,7 @@ class Problem:
 
     @property
     def eight_bits(self) -> bool:
-        """Whether numbers of 8 bits are multiplied: given ones, or those of `precision`."""
+        """Whether elements of 8 bits are multiplied: given ones, or those of `precision`."""
         return self.precision is not None or self.dtype in EIGHT_BITS
 
     @property
@@ -266,7 +266,7 @@ class DecodeCall:
     cache_batch_idx: Tensor | None  # (batch,): the entry of k_cache that holds a sequence
     leftpad: Tensor | None  # (batch,): the first token that may be seen
     tree: Tensor | None  # (batch or 1, new, new) bool: which of the newest `new` tokens see which
-    shared_prefix: int  # so many first tokens are the same for all sequences (the same pages)
+    shared_prefix: int  # this many first tokens are the same for all sequences (the same pages)
     split: int | None  # keys of one piece, where results must not depend on the rest of the batch
     mask: Mask  # aligned to each sequence's own length, bottom right
     scale: float
@@ -283,13 +283,13 @@ class DecodeCall:
 
     @property
     def tensors(self) -> "DecodeTensors":
-        """Its tensors, as those of a call of `decode` whose new tokens are written."""
+        """Its tensors, as those of a call of `decode` with its new tokens written."""
         cos, sin, _ = self.rotary or (None, None, None)
         return DecodeTensors(*_of_call(self), rotary_cos=cos, rotary_sin=sin)
 
     @property
     def like(self) -> "DecodeCall":
-        """The call without its tensors, whose memory it does not hold, for `again`."""
+        """The call without its tensors, so that it holds no memory, for `again`."""
         return self.again(_NOTHING, None)
 
     def again(self, given: tuple, seqlens: Tensor | None) -> "DecodeCall":
@@ -367,7 +367,7 @@ class AppendCall:
     cache_seqlens: Tensor  # (batch,): tokens before
     page_table: Tensor | None  # (batch, max_pages)
     cache_batch_idx: Tensor | None  # (batch,): the entry of k_cache that holds a sequence
-    cu_seqlens: Tensor | None  # (batch + 1,): whose the new tokens are
+    cu_seqlens: Tensor | None  # (batch + 1,): where the new tokens of each sequence begin
     rotary_cos: Tensor | None  # (seqlen_rotary, rotary_dim / 2)
     rotary_sin: Tensor | None
     rotary_first: Tensor | None  # (batch,): the position of the first new token, in place of cache_seqlens

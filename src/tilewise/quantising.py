@@ -28,7 +28,7 @@ def quantise(
 def quantise(
     x: Tensor, recipe: str = "fp8", *, per: str = "tensor", hadamard: bool = False, centre: bool = False
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """x in 8 bits a number and the scales that they are multiplied by, for q, k or v of `attention` or a cache of `decode`.
+    """x in 8 bits an element and the scales that they are multiplied by, for q, k or v of `attention` or a cache of `decode`.
 
     Args:
         x: (batch, tokens, heads, dim), fp32, bf16, fp16 or fp64; a cache's pages stand for its batch.
@@ -39,7 +39,7 @@ def quantise(
         centre: subtract from each head's channels their mean over up to 128 tokens, before all else.
 
     Returns:
-        The numbers, shaped as x, and their scale, fp32: (), (batch, heads), (batch, heads, tokens) or (batch, heads, ceil(tokens / 128)), as
+        The elements, shaped as x, and their scale, fp32: (), (batch, heads), (batch, heads, tokens) or (batch, heads, ceil(tokens / 128)), as
         `attention` takes it; `decode` takes a token's as (batch, tokens, heads). With `centre` also that, (batch, heads, dim) fp32: attention with
         k - centre has the same O, and an LSE that lacks scale q centre^T; of v - centre it is O - centre.
         The largest finite |x| of a group sets its scale, which is 1 for a group of zeros. What is not finite is never taken for a large number: it

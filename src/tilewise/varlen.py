@@ -1,4 +1,4 @@
-"""Attention over packed sequences: `attention_varlen`, whose keys are packed too, or lie in pages and are then decode's business."""
+"""Attention over packed sequences: `attention_varlen`. Its keys are packed too, or lie in pages and are then decode's business."""
 
 from collections.abc import Mapping
 from typing import Literal, Never, Unpack, overload
@@ -147,14 +147,14 @@ def attention_varlen(
             `decode` with cu_seqlens_q, as in chunked prefill: forward only, without bias, dropout, max_logits, precision and q_scale. k_scale and
             v_scale are decode's then.
         batch_invariant: the bits of that loop, in results and gradients, whatever a document is packed with. The CPU backend's forward pass has them
-            anyway. With a page table, results whose bits are each document's own, as `decode` has them with `split`.
+            anyway. With a page table, results with bits that are each document's own, as `decode` has them with `split`.
         cp_rank, cp_world, cp_interleave: with a page table, as in `decode`: its pages hold a rank's share of every document.
         q_scale, k_scale, v_scale: of 8-bit q, k and v: () the whole tensor, (documents or 1, heads) each head, (1, heads, tokens) each token.
 
     The other arguments are those of `attention`; random numbers of dropout count packed positions. With a bias, slopes (documents, heads_q), scales
-    (documents, heads), batch_invariant, or seqused_k in 8 bits, each document is a call of its own, whose lengths the CPU waits for; random numbers
-    then count positions in the document, whose index is added to dropout_offset. Otherwise `precision` quantises all documents as one sequence, by
-    one set of scales: O is as exact as by a call for each (docs/numerics.md), but not the same to the bit, where it depends on the documents beside.
+    (documents, heads), batch_invariant, or seqused_k in 8 bits, each document is a call of its own, and the CPU waits for lengths; random numbers
+    then count positions in the document, and its index is added to dropout_offset. Otherwise `precision` quantises all documents as one sequence, by
+    one set of scales: O is as exact as by a call for each (docs/numerics.md), but not the same to the bit, as it depends on the other documents.
 
     Returns:
         O (total_q, heads_q, head_dim_v), and with `return_lse` LSE (heads_q, total_q) in fp32 (fp64 for fp64 inputs); with `return_max_logits` also

@@ -1,4 +1,4 @@
-"""Views and allocations with little ado, as compiled programs have them.
+"""Views and allocations with little overhead, as compiled programs have them.
 
 A view is without autograd, and without a version that it would share with the tensor.
 """

@@ -13,7 +13,7 @@ OfInputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # dQ, dK
 
 
 class Bound(Protocol):
-    """A call whose kernel and arguments were found, as a function of tensors of the same shapes, strides and dtypes: `Backend.bind`."""
+    """A call with its kernel and arguments found, as a function of tensors of the same shapes, strides and dtypes: `Backend.bind`."""
 
     @property
     def kept(self) -> bool:
@@ -48,7 +48,7 @@ class Bound(Protocol):
 
 
 class BoundDecode(Protocol):
-    """A call of decode whose kernel and arguments were found once, for all that differ from it in nothing but what tensors hold and where they lie.
+    """A call of decode with its kernel and arguments found once, for all calls that differ only in what tensors hold and where they lie.
 
     It holds none of the call's tensors.
     """

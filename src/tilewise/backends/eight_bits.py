@@ -1,4 +1,4 @@
-"""Attention in 8 bits: what the numbers become, exactly, before they are multiplied. Kernels and their emulation (tiled/eight_bits.py) fill this.
+"""Attention in 8 bits: what the operands become, exactly, before they are multiplied. Kernels and their emulation (tiled/eight_bits.py) fill this.
 
 A recipe (`precision=`) quantises q, k and v inside, all arithmetic in fp32, rounded to nearest even where nothing else is said:
 
@@ -17,9 +17,9 @@ The products, for keys in tiles of TILE from key 0 on, the last tile first (`m`,
     O / (256 l) * V's scale + c_V                   where a sink takes part of the row, c_V counts by what it leaves
 
 A scale of V by token or tile, of tensors that come in 8 bits, goes into P before it is rounded: e4m3(P * 256 * scale / t) with t the largest scale of
-the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group of numbers with one has a scale of NaN; a key with one in
-"int8" and "int8_qk", whose K has no NaN, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite numbers
-alone, so that a NaN that the mask hides reaches nothing; finite numbers that it hides do count. Packed documents are one sequence, and its
+the tile, and N t. What is no finite number stays none: e4m3 has NaN for both; an int8 group with one has a scale of NaN; a key with one in
+"int8" and "int8_qk", which have no NaN in K, is NaN for every row that sees it (`key_nan`), in O at least. Scales and centres are of finite elements
+alone, so that a NaN that the mask hides reaches nothing; finite elements that it hides do count. Packed documents are one sequence, and its
 keys end with the last document's (`counted`): what lies behind them is as if it were 0.
 """
 
@@ -34,9 +34,9 @@ from tilewise.masks import DeviceDocuments, Documents
 from tilewise.problem import Call
 
 E4M3, INT8 = EIGHT_BITS
-TILE = 128  # keys that have one scale, and whose product is promoted
-P_SCALE = 256.0  # P is at most 1, so this leaves e4m3's upper numbers empty and its subnormal ones for P below 2^-14
-SAMPLE = 128  # tokens, evenly spread, whose mean is the centre
+TILE = 128  # keys that share a scale; each tile's product is promoted
+P_SCALE = 256.0  # P is at most 1, so this leaves e4m3's upper values unused and its subnormal ones for P below 2^-14
+SAMPLE = 128  # tokens, evenly spread; their mean is the centre
 MOST = {E4M3: 448.0, INT8: 127.0}
 LEAST = 2.0**-100  # what is smaller counts as 0: the reciprocal of its scale would overflow
 SIGNS = (
@@ -70,7 +70,7 @@ class Quantised(NamedTuple):
     q_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
-    factor: float  # what the products of q and k are multiplied by beside the scales: the softmax's scale, without the rotation's growth
+    factor: float  # what the products of q and k are multiplied by on top of the scales: the softmax's scale, without the rotation's growth
     key_nan: Tensor | None = None  # (batch, heads_k, seqlen_k) bool: keys of int8 that are none
     v_channel: Tensor | None = None  # (batch, heads_k, head_dim_v): V's scale
     v_centre: Tensor | None = None  # (batch, heads_k, head_dim_v)
@@ -111,7 +111,7 @@ def counted(call: Call) -> int:
 
 
 def exact(call: Call) -> Call:
-    """The call that its 8 bits stand for, in fp64: numbers times their scales, and no precision."""
+    """The call that its 8 bits stand for, in fp64: elements times their scales, and no precision."""
     fields: dict[str, Any] = {"precision": None, "q_scale": None, "k_scale": None, "v_scale": None}
     if call.precision is None:
         for name in ("q", "k", "v"):
@@ -154,7 +154,7 @@ def centred(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def centre(x: Tensor) -> Tensor:
-    """The mean over up to SAMPLE tokens, the i-th of m being i * tokens // m, in fp32, added up by halves: (batch, heads, dim). Numbers that are
+    """The mean over up to SAMPLE tokens, the i-th of m being i * tokens // m, in fp32, added up by halves: (batch, heads, dim). Elements that are
     not finite count as 0, and so does a mean that is not.
     """
     tokens = x.shape[1]
@@ -195,7 +195,7 @@ def e4m3(x: Tensor) -> Tensor:
 
 
 def _to(tokens: int, c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """c, and x with zeros behind its last token, so that it has so many."""
+    """c, and x with zeros behind its last token, up to `tokens` tokens."""
     return c, torch.nn.functional.pad(x, (0, 0, 0, 0, 0, tokens - x.shape[1]))
 
 
@@ -207,7 +207,7 @@ def _rounded(x: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scale of numbers up to `largest`, and what they are multiplied by before they are rounded. Where there is nothing, both are 1."""
+    """The scale of elements up to `largest`, and what they are multiplied by before they are rounded. Where there is nothing, both are 1."""
     nothing = largest < LEAST
     scale, inverse = largest * (1.0 / MOST[dtype]), MOST[dtype] / largest
     return scale.masked_fill(nothing, 1.0), inverse.masked_fill(nothing, 1.0)

@@ -64,7 +64,7 @@ def keep(
     """Which pairs of queries [i0, i1) and keys [j0, j1) are kept: bool (len(batch), len(heads), i1 - i0, j1 - j0).
 
     `batch` and `heads` are ranges or 1-D int64 tensors of indices into the whole problem; `heads_q` is the problem's number of query heads. Where
-    that is a part of a larger one (`Dropout.part`), it is the larger one whose pairs these are.
+    that is a part of a larger one (`Dropout.part`), these are pairs of the larger one.
     """
     b, h = (_indices(x, device) for x in (batch, heads))
     new = {"dtype": torch.int64, "device": device}

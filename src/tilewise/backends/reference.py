@@ -119,7 +119,7 @@ class Scores(NamedTuple):
     """Scores before the softmax, each (batch, heads_k, group * seqlen_q, seqlen_k)."""
 
     s: Tensor  # -inf where hidden
-    visible: Tensor  # bool; rows whose visible scores are all -inf see nothing
+    visible: Tensor  # bool; a row with all visible scores at -inf sees nothing
     chain: Tensor | None  # d s / d (scale q.k), where softcap makes it other than 1
 
 

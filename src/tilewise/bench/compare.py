@@ -1,4 +1,4 @@
-"""Ours beside the fastest peer: one `Cell` a case, which every table and chart that sets the two side by side is made from."""
+"""Ours against the fastest peer: one `Cell` a case, from which every table and chart that compares the two is made."""
 
 import math
 from collections.abc import Iterable, Sequence

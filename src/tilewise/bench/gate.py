@@ -1,12 +1,12 @@
 """Correctness gates speed: before an implementation is timed, its result on fresh inputs must pass the repository's tolerance.
 
-A small workload is checked whole. Of a large one, whose fp64 score matrix would not fit, one key head of one batch entry is checked, with
+A small workload is checked whole. Of a large one, as its fp64 score matrix would not fit, one key head of one batch entry is checked, with
 all the query heads that read it and rows from the start, the middle and the end. Gradients are exact on such a sample when dO is zero
 everywhere else: no other row then contributes to dK and dV. The implementation always computes the whole workload. Where inputs are not finite
-0 in dO does not silence a row whose O is NaN: of a sample of rows dK and dV are not checked then, but `Exact` looks where they are finite.
+0 in dO does not silence a row with an O of NaN: of a sample of rows dK and dV are not checked then, but `Exact` looks where they are finite.
 
-`Exact` says how wrong a contender is, beside whether it passed: the RMS error of O and of the gradients against fp64, on the inputs that are timed.
-It is taken on all rows of one key head with its query heads, whose fp64 results come from pieces of consecutive queries. RMS is relative to
+`Exact` says how wrong a contender is, not only whether it passed: the RMS error of O and of the gradients against fp64, on the inputs that are timed.
+It is taken on all rows of one key head with its query heads; fp64 results come from pieces of consecutive queries. RMS is relative to
 that of the reference; where the terms that it adds up cancel (dQ of a softmax that is all or nothing), to what they would come to otherwise.
 Where results are not finite by right the error is that of the others, and what is finite must be so in the same places.
 """
@@ -63,7 +63,7 @@ class Gate:
         return x[self.sample.batch, :, self.sample.heads_k]
 
     def of_extra(self, name: str, x: Tensor) -> Tensor:
-        """The sample of a bias, whose axes of one number stay, or of a sink: or of their gradients, as dO is zero outside of the sample."""
+        """The sample of a bias, with axes of size 1 kept, or of a sink: or of their gradients, as dO is zero outside of the sample."""
         if name == "sink":
             return x[self.heads_q]
         places = (self.sample.batch, self.heads_q)
@@ -74,7 +74,7 @@ class Gate:
     def call(self) -> Call:
         inputs, extras = self.workload.inputs(self.seed, self.device), self.workload.extras(self.seed, self.device)
         given = {name: self.of_extra(name, x.detach()) for name, x in extras.items() if name != "alibi_slopes"}
-        if self.workload.alibi:  # as a bias, for the rows of a sample are not where a call of so many rows has them
+        if self.workload.alibi:  # as a bias, for the rows of a sample are not where a call of that many rows has them
             given["bias"] = self.workload.alibi_bias(self.indices, self.heads_q)
         return Call(
             q=self.of_queries(inputs.q.detach()),
@@ -100,7 +100,7 @@ class Gate:
     def verify(self, attend: Attend, heads_first: bool = False, in_eight_bits: bool = False) -> float:
         """Run the workload once and check it; the largest error of O against fp64. Raises AssertionError beyond the tolerance.
 
-        in_eight_bits: by that of a contender which rounds Q, K, V and P to 8 bits, and whose O may be of either dtype of 16.
+        in_eight_bits: by that of a contender which rounds Q, K, V and P to 8 bits, and may give O in either 16-bit dtype.
         """
         want = self.want_in_eight_bits if in_eight_bits else self.want
         inputs, extras = self.workload.inputs(self.seed, self.device, heads_first), self.workload.extras(self.seed, self.device)

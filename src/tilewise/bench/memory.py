@@ -86,7 +86,7 @@ def _reset_peak() -> bool:
 
 
 def _kilobytes(file: Path, field: str) -> int:
-    """The field of a /proc file whose lines read `name: number kB`, in bytes."""
+    """The field of a /proc file with lines `name: number kB`, in bytes."""
     for line in file.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

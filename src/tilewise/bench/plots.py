@@ -77,7 +77,7 @@ def _chart(panels: dict[str, list[Row]], metric: str, measure: Metric, columns: 
                 axes.set_ylabel(label or f"{measure.title} ({measure.unit})")
             if place + columns >= len(panels):
                 axes.set_xlabel("sequence length (keys)")
-        for axes in grid[: len(panels) : columns]:  # one of each line, whose panels share the scale
+        for axes in grid[: len(panels) : columns]:  # one of each line; panels of a line share the scale
             if metric in LOGARITHMIC:
                 _logarithmic(axes)
             else:
@@ -96,7 +96,7 @@ def legend_of(figure) -> dict:
 
 
 def as_svg(draw: Callable, width: float, height: float) -> str:
-    """`draw(figure)` on a figure of so many inches, as SVG text."""
+    """`draw(figure)` on a figure of `width` by `height` inches, as SVG text."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -110,7 +110,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def timed_row(row: Row, clock: str, stats: Stats, most: Ceiling) -> Row:
-    """The row with its times and rates, beside what the machine can do at most."""
+    """The row with its times and rates, and what the machine can do at most."""
     return replace(
         row,
         clock=clock,

@@ -116,7 +116,7 @@ def _fits(found: object, kind: Any) -> bool:
 
 
 def select(rows: Iterable[Row], **wanted: object) -> list[Row]:
-    """The rows whose fields, or whose case's or environment's entries, have the wanted values; a wanted value may be a predicate.
+    """The rows with the wanted values in their fields, or in the entries of their case or environment; a wanted value may be a predicate.
 
     >>> select(rows, impl="tilewise", head_dim=64, seqlen_q=lambda n: n >= 1024)
     """

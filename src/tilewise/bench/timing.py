@@ -50,7 +50,7 @@ class Stats:
         return cls(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], ordered[0], len(ordered))
 
     def over(self, calls: int) -> "Stats":
-        """Of one of so many equal calls that these are of."""
+        """Of one call, where these are of `calls` equal ones."""
         return Stats(self.median / calls, self.p10 / calls, self.p90 / calls, self.best / calls, self.samples)
 
 
@@ -65,8 +65,8 @@ def interleave(
 ) -> dict[str, Stats]:
     """Time each of `calls` in turn, round after round, for about `budget_s` seconds a call; at least three rounds.
 
-    Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour. A call whose first sample
-    takes more than `once_above_s` seconds has that one only, and its time does not count against the others' budget. Without `flush` the L2 cache
+    Every call runs once beforehand, untimed. The order rotates, so that none always follows the same neighbour. A call with a first
+    sample of more than `once_above_s` seconds has that one only, and its time does not count against the others' budget. Without `flush` the L2 cache
     keeps what is in it: for calls that read far more than it holds. A flush leaves it full of lines that are to be written back, during the call.
     Raises ValueError for a clock the device does not have.
     """

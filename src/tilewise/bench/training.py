@@ -2,8 +2,8 @@
 
 A step is forward, backward and a fused AdamW on TOKENS tokens. All contenders of a cell train one model in turns: the same weights and tokens, but
 another attention function, which is checked by the gate beforehand (gate.py). Where a step does not fit into memory its
-sequences are taken in parts whose gradients add up; where one sequence does not fit the model has fewer layers, for all contenders of the cell
-but those that keep score matrices, whose rows then say that memory ran out.
+sequences are taken in parts, gradients added up; where one sequence does not fit the model has fewer layers, for all contenders of the cell
+but those that keep score matrices; the rows of these then say that memory ran out.
 
 FLOPs of a step are tokens (6 N + 12 layers hidden seqlen), as FlashAttention-2 (Dao 2023), section 4.3, counts them: N is the number of weights,
 positions left out and the embedding, which is the head as well, counted once; no FLOP is left out for the causal mask. MFU is their rate over the
@@ -233,7 +233,7 @@ def _blank(name: str, case: dict[str, int | float | str], flops: int = 0) -> Row
 
 
 def _cell(size: Size, seqlen: int, impls: list[Impl], plan: Plan, device: torch.device) -> list[Row]:
-    """With as many layers as fit for all contenders whose memory grows with seqlen."""
+    """With as many layers as fit for all contenders but those that keep score matrices."""
     for layers in fewer(plan.layers or size.layers):
         give_back_memory(device)
         try:

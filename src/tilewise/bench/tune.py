@@ -34,7 +34,7 @@ SHAPES = {"tile_m": (128, 192), "tile_n": tuple(range(64, 257, 16)), "kv_stages"
 MANNERS = {"late": (False, True), "dynamic": (True, False), "cluster": (1, 2), "q_stages": (1, 2)}  # tried on the best shapes
 SPARE = 24  # registers that a computing thread needs besides what it accumulates, at least
 REMARKS = "remarks{ptx}"  # the compiler says what it used
-LEADERS = 3  # shapes whose manners are tried
+LEADERS = 3  # shapes that are tried in all manners
 FINAL = 6  # timed at length
 TOKENS, WIDTH = 16384, 2048
 SHORT_S, LONG_S = 0.04, 0.4  # of timing for each kernel and length
@@ -181,7 +181,7 @@ class Contender:
 
 @dataclass
 class Search:
-    """Workloads whose calls run the same kernel, which is sought."""
+    """Workloads that run the same kernel, the one sought."""
 
     shipped: Config
     workloads: list[Workload] = field(default_factory=list)
@@ -204,7 +204,7 @@ def searches(workloads: Iterable[Workload]) -> list[Search]:
 
 
 def sized(workload: Workload) -> Workload:
-    """The workload at the papers' size: TOKENS in all, of which a sequence has `seqlen_q`, and WIDTH numbers a token."""
+    """The workload at the papers' size: TOKENS in all, of which a sequence has `seqlen_q`, and WIDTH elements a token."""
     heads = max(1, WIDTH // workload.head_dim)
     return replace(workload, name="tune", batch=max(1, TOKENS // workload.seqlen_q), heads_q=heads, heads_k=heads)
 

@@ -63,7 +63,7 @@ def run(options: Namespace, console: Console, device: torch.device) -> int:
 
 
 def _chosen(patterns: str | None, device: torch.device) -> list[Cell]:
-    """Cells whose caches fit into memory and whose titles match one of the patterns; ValueError where none does."""
+    """Cells with caches that fit into memory and titles that match one of the patterns; ValueError where none does."""
     free = available_bytes(device)
     share = SHARE_OF_A_CPU if device.type == "cpu" else SHARE
     cells = decode_cells(None if free is None else int(share * free))

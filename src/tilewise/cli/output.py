@@ -23,7 +23,7 @@ def console_for_tables() -> Output:
 
 
 def require_writable(path: Path) -> None:
-    """Make the folder of `path`, and raise OSError where no file can be written at `path`: before the work whose result goes there."""
+    """Make the folder of `path`, and raise OSError where no file can be written at `path`: before the work that is to fill it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     path.open("ab").close()

@@ -83,7 +83,7 @@ def doctor(options: Namespace) -> int:
 
 
 def _section(title: str, rows: Iterable[tuple[str, ...]]) -> None:
-    """A title, and rows whose columns are as wide as what is in them, but for the last."""
+    """A title, and rows with columns as wide as what is in them, but for the last."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     print(title)

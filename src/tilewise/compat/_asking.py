@@ -36,14 +36,14 @@ COMPUTES = re.compile(r"\bsoftmax\(|scaled_dot_product_attention\(|\bbmm\(|\bein
 
 
 def silent(name: str) -> tuple[str, ...]:
-    """The models of an installed peer none of whose files ask; empty where the peer is not here. Nothing is imported."""
+    """The models of an installed peer with no file that asks; empty where the peer is not here. Nothing is imported."""
     peer, spec = PEERS[name], _finder.real_spec(name)
     if spec is None or spec.origin is None:
         return ()
     root, asking, others = Path(spec.origin).parent / "models", set(), set()
     for file in sorted(found for pattern in peer.files for found in root.glob(pattern)):
         text = file.read_text(encoding="utf-8", errors="replace")
-        beside = [file.with_name(f"{each}.py") for each in BESIDE.findall(text)]  # whose layers it is made of
+        beside = [file.with_name(f"{each}.py") for each in BESIDE.findall(text)]  # with the layers it is made of
         asks = peer.asks in text or any(peer.asks in each.read_text(encoding="utf-8") for each in beside if each.is_file())
         if asks or (OF_MODELS.search(text) and peer.of_attention.search(text)):
             (asking if asks else others).add(file.parent.name if peer.by_folder else file.stem)

@@ -15,7 +15,7 @@ TOP_LEFT, BOTTOM_RIGHT = Causal("top_left"), Causal()
 
 
 def is_causal_bias(x: object) -> "TypeGuard[CausalBias]":
-    """Whether x is a CausalBias of torch.nn.attention.bias, whose import takes a second."""
+    """Whether x is a CausalBias of torch.nn.attention.bias, which takes a second to import."""
     return type(x).__name__ == "CausalBias"
 
 
@@ -24,7 +24,7 @@ def mask_and_bias(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], laye
 
     Views where there is one batch dimension. Raises ShapeError where it does not broadcast.
     """
-    if is_causal_bias(attn_mask):  # it has no numbers
+    if is_causal_bias(attn_mask):  # it has no elements
         given = attn_mask.seq_len_q, attn_mask.seq_len_kv
         if given != sizes[-2:]:
             raise ShapeError(f"{layer}: attn_mask is a CausalBias of {given[0]} x {given[1]}, but the scores are {sizes[-2]} x {sizes[-1]}")

@@ -21,10 +21,10 @@ from tilewise.errors import UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What an install answers to: modules by name with those of ours whose names they hold, and the distribution."""
+    """What an install answers to: modules by name with those of ours that they take names from, and the distribution."""
 
     name: str
-    package: str  # whose real presence is asked for
+    package: str  # looked for as a real install
     distribution: str
     version: str
     modules: dict[str, tuple[str, ...]]
@@ -117,10 +117,10 @@ class _Finder(Loader):
 
     installed: dict[str, Peer] = field(default_factory=dict)
     searched: dict[str, list[str]] = field(default_factory=dict)
-    displaced: dict[str, ModuleType] = field(default_factory=dict)  # modules of sys.modules whose place ours took
+    displaced: dict[str, ModuleType] = field(default_factory=dict)  # modules of sys.modules that ours took the place of
 
     def sources(self, fullname: str) -> tuple[str, ...] | None:
-        """Those of our modules whose names the module holds; None where it is not ours to give."""
+        """Those of our modules that the module takes names from; None where it is not ours to give."""
         found = [peer.modules[fullname] for peer in self.installed.values() if fullname in peer.modules]
         return tuple(dict.fromkeys(name for names in found for name in names)) if found else None
 

@@ -9,7 +9,7 @@ from torch.compiler import assume_constant_result
 from tilewise.problem import Problem
 from tilewise.runtime import dispatch
 
-FEWEST_KEYS = 2048  # up to so many, quantising takes longer than it saves (H100, docs/benchmarks.md#8-bits)
+FEWEST_KEYS = 2048  # up to this many, quantising takes longer than it saves (H100, docs/benchmarks.md#8-bits)
 WIDEST = 64  # head_dim up to which 16 bits are faster at any length (the same rows)
 PAYS = "hopper"  # where 8 bits were measured to be faster: by Triton they were slower on an H100, and on no other card measured
 

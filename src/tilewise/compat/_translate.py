@@ -15,7 +15,7 @@ from tilewise.varlen import attention_varlen
 
 FULL_WINDOW = (-1, -1)
 SCALES = {"q_scale", "k_scale", "v_scale"}  # which the peers have by sequence
-HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit numbers
+HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit elements
 
 
 class Keywords(TypedDict):
@@ -111,7 +111,7 @@ def negative_infinity(lse: Tensor) -> Tensor:
 
 
 def unpacked(name: str, x: Tensor, axes: tuple[str, ...], dtypes: tuple[torch.dtype, ...] = DTYPES) -> tuple[Tensor, ...]:
-    """The tensors that x holds side by side in its third-last dimension, whose name in `axes` is their number."""
+    """The tensors that x holds side by side in its third-last dimension, which `axes` names by their number."""
     check_tensor(name, x, axes, dtypes)
     if x.shape[-3] != int(axes[-3]):
         raise ShapeError(f"{name} must be ({', '.join(axes)}), which holds {' and '.join(name)}, got shape {tuple(x.shape)}")
@@ -127,7 +127,7 @@ def padded(x: Tensor) -> Tensor:
 def _with_second_part(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, given: Options, axes: tuple[str, ...]
 ) -> tuple[Tensor, Tensor, Options]:
-    """q and k, with `qv`, the scores' second part, beside q, and v beside k."""
+    """q with `qv`, the scores' second part, next to it, and k with v next to it."""
     if qv is None:
         return q, k, given  # the checks are the function's own
     for name, x in (("q", q), ("k", k), ("v", v), ("qv", qv)):
@@ -139,7 +139,7 @@ def _with_second_part(
 
 
 def check_second_part(q: Tensor, v: Tensor, qv: Tensor, values: str = "v") -> None:
-    """Refuse a `qv` that does not lie beside q, or does not fit v, which are checked."""
+    """Refuse a `qv` that does not fit q and v, which are checked."""
     check_like("qv", qv, q)
     check_size("qv", "shape before head_dim", qv.shape[:-1], q.shape[:-1], "q")
     check_size("qv", "head_dim_v", qv.shape[-1], v.shape[-1], values)
@@ -176,7 +176,7 @@ class Packed(NamedTuple):
         return cls(torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen, used)
 
     def without(self, tokens: int) -> "Packed":
-        """The lengths where so many tokens before the first sequence are left out."""
+        """The lengths where `tokens` tokens before the first sequence are left out."""
         return self._replace(cu_seqlens=self.cu_seqlens - tokens) if tokens else self
 
     def check(self, name: str) -> None:
@@ -249,7 +249,7 @@ def with_front(o: Tensor, lse: Tensor, rows: int) -> tuple[Tensor, Tensor]: ...
 @overload
 def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]: ...
 def with_front(o: Tensor, lse: Tensor | None, rows: int) -> tuple[Tensor, Tensor | None]:
-    """O (total, heads, head_dim) and LSE (heads, total) with so many rows before them that see no key."""
+    """O (total, heads, head_dim) and LSE (heads, total) with `rows` rows before them that see no key."""
     pad = torch.nn.functional.pad
     return pad(o, (0, 0, 0, 0, rows, 0)), None if lse is None else pad(lse, (rows, 0), value=-torch.inf)
 

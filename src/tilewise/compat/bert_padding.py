@@ -82,7 +82,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
 @translate_errors()
 def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
-    """`unpad_input` of a batch whose rows hold several sequences: row b of attention_mask_in_length (batch, seqlen) begins with their lengths.
+    """`unpad_input` of a batch with several sequences in each row: row b of attention_mask_in_length (batch, seqlen) begins with their lengths.
 
     Returns:
         The packed tokens (total, ...), their indices (total,), cu_seqlens (sequences + 1,) int32, and the longest sequence as an int.

@@ -41,7 +41,7 @@ def override(precision: str | None) -> Callable[..., Tensor]:
     ) -> Tensor:
         """q, k, v: (batch, seqlen, heads * head_dim), or (batch, heads, seqlen, head_dim) with `skip_reshape`; O likewise, by `skip_output_reshape`.
 
-        mask: bool (True: visible) or numbers to add, (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or with heads. What tilewise cannot compute
+        mask: bool (True: visible) or values to add, (seqlen_q, seqlen_k), (batch, seqlen_q, seqlen_k) or with heads. What tilewise cannot compute
         goes to ComfyUI's function, which is said once.
         """
         query, key, value = (x.transpose(1, 2) if skip_reshape else x.unflatten(-1, (heads, -1)) for x in (q, k, v))

@@ -34,7 +34,7 @@ def triangle_attention(
         mask: (B, N, 1, 1, K), True where a key is visible; other dtypes are converted to bool.
         scale: None is head_dim ** -0.5.
         return_aux: False; the largest score of each row is not kept here.
-        kv_lengths: (B, N, 1, 1, 1) integers in place of mask: the first so many keys are visible, all where it is more than K.
+        kv_lengths: (B, N, 1, 1, 1) integers in place of mask: this many first keys are visible, all where it is more than K.
 
     Returns:
         (B, N, heads, Q, head_dim), or without B as q has it; 0 where no key is visible.

@@ -36,7 +36,7 @@ def backend(
 
     Args:
         query: (batch, seqlen_q, heads_q, head_dim).  key, value: (batch, seqlen_k, heads_k, ...).
-        attn_mask: bool (True: visible) or numbers to add, (batch, seqlen_k), or what broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+        attn_mask: bool (True: visible) or values to add, (batch, seqlen_k), or what broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
         enable_gqa: heads_q may be a multiple of heads_k.
         return_lse: also return LSE (batch, seqlen_q, heads_q), as diffusers' flash backends do.
 
@@ -87,7 +87,7 @@ class Handle:
         registry.register(member, constraints=[attention_dispatch._check_device, attention_dispatch._check_shape])(backend)
 
     def remove(self) -> None:
-        """Take the backend out of diffusers, whose active one is then that of before; a second call does nothing.
+        """Take the backend out of diffusers, and make the one of before active again; a second call does nothing.
 
         A model that was set to it needs its `reset_attention_backend()` first.
         """

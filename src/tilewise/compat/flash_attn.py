@@ -7,7 +7,7 @@ head_dim and page size, gradients of LSE.
 Arguments of all functions:
     dropout_p: probability with which a weight is dropped, drawn from torch's generator.
     softmax_scale: None is head_dim ** -0.5.    causal: bottom right; the right window is then 0.
-    window_size: (left, right) keys beside the query's own, negative for unbounded.
+    window_size: (left, right) keys around the query's own, negative for unbounded.
     softcap: bound on the scores; 0 or less for none.
     alibi_slopes: (heads,) or (batch, heads).    deterministic: gradients that are bit-identical from run to run.
     return_attn_probs: return (out, softmax_lse, S_dmask), where S_dmask is empty; not together with dropout.
@@ -257,7 +257,7 @@ def paged(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_table: Tensor) -> _kv
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic) -> call_cache.Options:
     """The options of a call that returns O alone."""
     causal, mask = translate.visible(causal, window_size)
-    if isinstance(softmax_scale, Tensor):  # whose value may change
+    if isinstance(softmax_scale, Tensor):  # its value may change
         softmax_scale = float(softmax_scale)
     return call_cache.Options(causal, softmax_scale, softcap, dropout_p, bool(deterministic), None, None, mask, False, FRONTEND)
 

@@ -3,9 +3,9 @@
 As `tilewise.compat.flash_attn`, but: no dropout, ALiBi or kvpacked; with return_attn_probs they return (out, softmax_lse), in which rows that see no
 key have -inf.
 
-Arguments beside those:
+Further arguments:
     qv: a second part of the queries, (..., heads, head_dim_v): scores are `q k^T + qv v^T`.
-    attention_chunk: queries see only keys of their own chunk of so many; 0 for none.
+    attention_chunk: queries see only keys of their own chunk of this many; 0 for none.
     seqused_q, seqused_k: (batch,), how many tokens of each packed sequence count.
     q_descale, k_descale, v_descale: (batch, heads_k), what q, k and v in float8_e4m3fn are multiplied by; out is then bf16. None: 1. With a cache,
         q is taken to bf16 first.
@@ -174,7 +174,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: (batch + 1,); q is then packed, (total_q, heads, head_dim). cu_seqlens_k_new: likewise k and v.
     page_table: (batch, max_pages), pages of any size. rotary_seqlens: (batch,), the position of the first new token, in place of cache_seqlens.
     of_vllm: words of vLLM's build alone. cp_world_size, cp_rank: the cache holds every cp_world_size-th token of a sequence, from token cp_rank on.
-        cp_tot_seqused_k: (batch,), tokens of the whole sequences, by whose positions causal and window_size go; cache_seqlens is of those here.
+        cp_tot_seqused_k: (batch,), tokens of the whole sequences: causal and window_size go by their positions; cache_seqlens is of those here.
         Nothing is appended then. s_aux: (heads,), sinks, counted by rank 0 alone, so that `merge` of all ranks' results counts them once.
 
     Returns out, or with return_softmax_lse (out, softmax_lse). No gradients, as the peer.

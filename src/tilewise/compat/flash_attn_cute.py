@@ -3,7 +3,7 @@
 Both always return (out, lse); lse is None unless return_lse, and has -inf for rows that see no key (the sink's logit where there is one). Windows are
 (left, right) with None for unbounded.
 
-Arguments beside those of `tilewise.compat.flash_attn` and `tilewise.compat.flash_attn_3`:
+Arguments other than those of `tilewise.compat.flash_attn` and `tilewise.compat.flash_attn_3`:
     learnable_sink: (heads,), one more logit in each row's denominator; differentiable.
     num_splits, pack_gqa, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: how the peer's kernels run; not needed.
     score_mod, mask_mod, their tensors and block_sparse_tensors are programs and tables for the peer's kernels, and refused.
@@ -144,7 +144,7 @@ def flash_attn_varlen_func(
 
 
 def _window(causal: bool, window_size) -> tuple[int | None, int | None]:
-    """The window as (left, right), None for unbounded. Bounds whose sum is negative are none, as the peer has it; else they must not be negative."""
+    """The window as (left, right), None for unbounded. Bounds with a negative sum are none, as the peer has it; else they must not be negative."""
     left, right = window_size
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:

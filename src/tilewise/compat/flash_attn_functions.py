@@ -1,4 +1,4 @@
-"""What else is imported from `flash_attn.flash_attn_interface`: its autograd functions, by whose `apply` some call it, and the extension.
+"""What else is imported from `flash_attn.flash_attn_interface`: its autograd functions, which some call by `apply`, and the extension.
 
 `apply` takes every argument of the function that the class stands for, by place, and last whether gradients are wanted (is_grad_enabled), as
 FlashAttention 2.8's.

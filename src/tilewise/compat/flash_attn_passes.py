@@ -176,7 +176,7 @@ def _dropout(dropout_p: float, rng_state: Tensor | None) -> Dropout:
 def operands(
     q: Tensor, k: Tensor, v: Tensor, mask, given: translate.Options, dropout_p=0.0, rng_state: Tensor | None = None, deterministic=False
 ):
-    """What the backward operator takes beside O, LSE and their gradients."""
+    """What the backward operator takes other than O, LSE and their gradients."""
     dropout = _dropout(dropout_p, rng_state)
     with torch.no_grad():
         found = api.operands(

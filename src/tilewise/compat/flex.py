@@ -54,7 +54,7 @@ def flex_attention(
     Args:
         query: (batch, heads_q, seqlen_q, head_dim).  key: (batch, heads_k, seqlen_k, head_dim).  value: likewise, with head_dim_v.
         score_mod: `a * score + b`, or `c * tanh(score / c) + b` (softcap), where b may depend on batch, head, query and key: ALiBi becomes slopes,
-            other terms a bias, whose captured tensors get gradients; and `torch.where(visible, score, -inf)` around these.
+            other terms a bias, with gradients of captured tensors; and `torch.where(visible, score, -inf)` around these.
         block_mask: its lengths must be those of query and key; read at each call, unless it is frozen (`mask_of`).
         scale: None is head_dim ** -0.5.
         enable_gqa: heads_q may be a multiple of heads_k.
@@ -147,7 +147,7 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
     """A BlockMask as a mask for `tilewise.attention`: bands where its mask_mod is recognised, else bits.
 
     The mask is what the BlockMask means at this call, whatever its mask_mod reads: attributes, globals, NumPy arrays, tensors. Each call runs
-    mask_mod once on stand-ins of one number, and gives the mask of the call before where the operations, their numbers, the elements of the
+    mask_mod once on stand-ins of one element, and gives the mask of the call before where the operations, their numbers, the elements of the
     tensors among them and the lists of blocks are all equal to those of that call. Otherwise the mask is made anew, and always where mask_mod
     cannot be recorded so: it writes to tensors, asks for the shape of its indices, or calls operators that are not torch's own.
     On a GPU the comparison waits for the tensors. Nothing that mask_mod holds is kept alive.

@@ -23,7 +23,7 @@ class Unrecognised(Exception):
 
 @dataclass(frozen=True)
 class Value:
-    """Numbers along one axis: "q" by query, "k" by key, "d" by key - query from 1 - seqlen_q on, or None, one for all. `line` (slope,
+    """Values along one axis: "q" by query, "k" by key, "d" by key - query from 1 - seqlen_q on, or None, one for all. `line` (slope,
     start) where they are integers `slope * index + start`, the index of "d" being the distance.
     """
 
@@ -138,7 +138,7 @@ class Axes:
         return difference
 
     def _compared(self, name: str, of_q: Value, of_k: Value) -> Mask:
-        """The pairs whose numbers compare so: for each stretch of queries with one number, the stretches of keys."""
+        """The pairs with values that compare so: for each stretch of queries with one value, the stretches of keys."""
         rows = _stretches(of_q.numbers)
         columns = _stretches(of_k.numbers)
         if name == "eq":

@@ -1,8 +1,8 @@
 """What a mask_mod or score_mod of flex_attention computes: its operations, recorded in one call, and the mask that they describe.
 
-`record` calls the function once, on stand-ins of one number. `Program.mask` then runs the operations on whole axes: a value may depend on the query
+`record` calls the function once, on stand-ins of one element. `Program.mask` then runs the operations on whole axes: a value may depend on the query
 alone, on the key alone, or on their distance key - query, and a bool of these is a set of rows, of columns or of diagonals. Sets combine as
-masks do. What is none of that raises `Unrecognised`, and so does an operation that on whole axes is another than on single numbers (`extra_dims`).
+masks do. What is none of that raises `Unrecognised`, and so does an operation that on whole axes is another than on single elements (`extra_dims`).
 """
 
 import hashlib
@@ -163,9 +163,9 @@ class Program:
         return reached[result.at] if isinstance(result, Ref) else set()
 
     def digest(self) -> bytes:
-        """Equal for programs that give the same numbers for the same indices, as far as their captured tensors hold the same now.
+        """Equal for programs that give the same values for the same indices, as far as their captured tensors hold the same now.
 
-        Raises Unrecognised where that cannot be said: of operators that are not torch's own, and of objects whose content is not known.
+        Raises Unrecognised where that cannot be said: of operators that are not torch's own, and of objects of unknown content.
         """
         seen: dict[int, str] = {}
         foreign = next((step.function for step in self.steps if step.function.namespace not in ("aten", "prims")), None)
@@ -181,7 +181,7 @@ class Program:
         return axes.lifted(self._run(axes, _integers(b), _integers(h), self.result if result is None else result))
 
     def along(self, heads: int, seqlen_q: int, seqlen_k: int, result: Result) -> Value:
-        """The result along one axis, for each head: numbers (heads or 1, length of the axis). Raises Unrecognised."""
+        """The result along one axis, for each head: values (heads or 1, length of the axis). Raises Unrecognised."""
         found = self._run(Axes(seqlen_q, seqlen_k), _integers(0), torch.arange(heads, dtype=torch.int64, device="cpu")[:, None], result)
         if not isinstance(found, Value):
             raise Unrecognised("gives numbers that depend on query and key apart")

@@ -37,7 +37,7 @@ class Said(NamedTuple):
 
 
 def said(given: Mapping[str, Any], pairs: Any, shape: Shape) -> Said | None:
-    """What keywords say beside the model's mask of this shape. ShapeError for values of other kinds than theirs."""
+    """What keywords say on top of the model's mask of this shape. ShapeError for values of other kinds than theirs."""
     cu_q, cu_k, seq_idx = (given.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
     if cu_q is cu_k is seq_idx is None:
         seq_idx = _restarts(pairs, given.get("position_ids"), shape)
@@ -57,7 +57,7 @@ _latest: list[tuple[weakref.ref[Tensor], list[int], Tensor | None]] = []  # posi
 def _restarts(pairs: Any, position_ids: Any, shape: Shape) -> Tensor | None:
     """seq_idx of positions that start anew where the model's mask does not say so, as with a cache; they are read once for all layers.
 
-    Of a traced call they are not read, and beside a mask they say nothing then: models hand on positions of their own making as well.
+    Of a traced call they are not read, and with a mask they say nothing then: models hand on positions of their own making as well.
     """
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] < 2:
         return None

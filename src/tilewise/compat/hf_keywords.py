@@ -1,6 +1,6 @@
 """Keywords that models of transformers hand on to the attention interface: which are served, which mean nothing here, which are refused.
 
-A model hands on whatever its caller gave and it did not know itself, so what says which keys are visible comes beside the caller's labels.
+A model hands on whatever its caller gave and it did not know itself, so what says which keys are visible comes along with the caller's labels.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from tilewise.compat.hf_pairs import Origin, Pairs
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Mask, SlidingWindow
 
-DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # whose documents hf_documents.py keeps apart
+DOCUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # hf_documents.py keeps their documents apart
 SERVED = frozenset({*DOCUMENTS, "max_length_q", "max_length_k", "position_ids", "sliding_window"})
 OF_CACHES = "a cache in pages, which only transformers' own implementations serve"
 REFUSED = {  # whatever they hold

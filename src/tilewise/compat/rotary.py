@@ -102,7 +102,7 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets=0):
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """Rotary embedding of `dim` dimensions with angles `position * base ** (-2 d / dim)`, whose tables grow with the positions that are met.
+    """Rotary embedding of `dim` dimensions with angles `position * base ** (-2 d / dim)`; its tables grow with the positions that are met.
 
     No xPos: `scale_base` must be None.
     """
@@ -123,7 +123,7 @@ class RotaryEmbedding(torch.nn.Module):
         return self.base ** -(torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
 
     def _up_to(self, seqlen: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of at least so many positions, in the dtype and on the device of `like`."""
+        """cos and sin of at least `seqlen` positions, in the dtype and on the device of `like`."""
         known = self._tables
         if (
             known is None

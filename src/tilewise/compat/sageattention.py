@@ -2,14 +2,14 @@
 
 `sageattn` and the two of `pv_fp8` round P V to 8 bits ("int8" of `tilewise.attention`); the two of `pv_fp16` and `sageattn_varlen` keep it in 16
 ("int8_qk"). Either way keys and values are centred and q and k rotated first, so outliers and a V far from 0 do no harm. Where 8 bits do not pay
-(2,048 keys or fewer, head_dim up to 64, no kernel for them on the device) and where they cannot be (numbers to add to the scores, fp32), all is in
+(2,048 keys or fewer, head_dim up to 64, no kernel for them on the device) and where they cannot be (values to add to the scores, fp32), all is in
 the inputs' own dtype, which is more exact. On top of the peer: masks, gradients (those of 16 bits), any head_dim, head_dim_v and device.
 
 Arguments of all functions:
     tensor_layout: "HND", (batch, heads, seqlen, head_dim), or "NHD", (batch, seqlen, heads, head_dim); of all tensors and of the result.
     is_causal: query i sees keys 0 .. i.    sm_scale: None is head_dim ** -0.5.
     return_lse: also return LSE (batch, heads_q, seqlen_q), natural, fp32.
-    attn_mask: bool (True: visible) or numbers to add, what broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+    attn_mask: bool (True: visible) or values to add, what broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
     precision (by keyword, tilewise's own): "int8", "int8_qk", "fp8" or None, whether it pays or not.
     qk_quant_gran, pv_accum_dtype, smooth_k, smooth_v, quantization_backend: how the peer quantises; they change nothing here.
 

@@ -46,7 +46,7 @@ def scaled_dot_product_attention(
     Args:
         query: (..., heads_q, seqlen_q, head_dim), at least 2-D, fp32, bf16, fp16 or fp64; batch dimensions and heads broadcast.
         key: (..., heads_k, seqlen_k, head_dim).  value: (..., heads_k, seqlen_k, head_dim_v).
-        attn_mask: broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool, True where visible; or numbers to add, in query's dtype or fp32, which
+        attn_mask: broadcasts to (..., heads_q, seqlen_q, seqlen_k): bool, True where visible; or values to add, in query's dtype or fp32, which
             have a gradient where they require one, and hide a pair where they are -inf; or torch's CausalBias.
         dropout_p: applied whenever it is above 0, as torch does; the random numbers are tilewise's.
         is_causal: query i sees the keys j <= i (top left, also where the lengths differ); excludes attn_mask.
@@ -107,7 +107,7 @@ def scaled_dot_product_attention(
 
 
 def _two_masks(attn_mask: object) -> ArgumentError:
-    """The error of a mask beside is_causal: a ValueError and a RuntimeError, with torch's words, for torch raises either."""
+    """The error of a mask together with is_causal: a ValueError and a RuntimeError, with torch's words, for torch raises either."""
     theirs = "Explicit attn_mask should not be set when is_causal=True"
     if is_causal_bias(attn_mask):
         theirs = "CausalBias should not be used with causal=True"
@@ -136,7 +136,7 @@ def _batched(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _broadcast(shapes: list[torch.Size]) -> tuple[int, ...] | None:
-    """The shape that all broadcast to, or None: torch.broadcast_shapes, whose error torch's compiler does not catch."""
+    """The shape that all broadcast to, or None: torch.broadcast_shapes raises an error that torch's compiler does not catch."""
     rank = max(map(len, shapes))
     full = [(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
     whole = [next((size for size in sizes if size != 1), 1) for sizes in zip(*full, strict=True)]
@@ -214,7 +214,7 @@ def patch() -> Patch:
     """Bind `torch.nn.functional.scaled_dot_product_attention` to ours, until the returned handle's `remove()` or the end of a `with patch():`.
 
     This reaches whoever looks the function up in torch.nn.functional when it is called: most models, torch.nn.MultiheadAttention with
-    need_weights=False and torch.nn.TransformerEncoderLayer, whose fused inference path is off meanwhile. It misses a
+    need_weights=False and torch.nn.TransformerEncoderLayer, with its fused inference path off meanwhile. It misses a
     `from torch.nn.functional import ...` made before, and C++, also that of torch.jit.script. Patch before compiling. What overrides torch's function
     (`__torch_function__`, torch.fx) overrides ours. RuntimeError where someone else replaced the function before.
     """

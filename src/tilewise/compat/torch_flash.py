@@ -1,7 +1,7 @@
 """tilewise under torch's CUDA flash attention: SDPA, varlen_attn and context_parallel run on our kernels.
 
 torch (2.11 and later) has a registry of flash attention implementations. One that is activated overrides aten's flash operators on CUDA devices;
-below are these operators by their names, whose arguments and layouts are torch's: (batch, heads, seqlen, head_dim) where they are called
+below are these operators by their names, with torch's arguments and layouts: (batch, heads, seqlen, head_dim) where they are called
 scaled_dot_product, else (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cum_seq_q and cum_seq_k. Causal is bottom right:
 torch's SDPA, which aligns top left, sends causal calls with different lengths elsewhere.
 """
@@ -81,7 +81,7 @@ class Kernels:
 
 
 def _below_autograd(kernel: Callable) -> Callable:
-    """The kernel without gradients, whose business is above it; torch.no_grad() takes 1 us more."""
+    """The kernel without gradients, which are made above it; torch.no_grad() takes 1 us more."""
 
     @functools.wraps(kernel)
     def run(*operands, **options):

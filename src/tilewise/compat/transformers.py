@@ -1,7 +1,7 @@
 """transformers' attention interface: `register()`, then `attn_implementation="tilewise"` in any model that asks the interface.
 
 Two functions are registered. `make_mask` makes masks: transformers describes them by closures, hf_masks.py reads these, and what is visible stays
-structure (in an eager call, whose values may be read) or becomes a bool tensor (in a traced one, or for closures that are not known). `attention`
+structure (in an eager call, where values may be read) or becomes a bool tensor (in a traced one, or for closures that are not known). `attention`
 calls `tilewise.attention`.
 """
 
@@ -300,7 +300,7 @@ def _of_documents(
     causal: bool,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """`attention` whose pairs share a document besides; `options` are its own."""
+    """`attention` of pairs that share a document as well; `options` are its own."""
     if attention_mask is not None and not isinstance(attention_mask, Pairs):
         attention_mask, position_bias = _given(attention_mask, position_bias, qkv[1].shape[2])
     shape = _shape(*qkv[:2], attention_mask)

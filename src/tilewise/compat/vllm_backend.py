@@ -200,7 +200,7 @@ class Impl(AttentionImpl):
             sinks,
             None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu"),
         )
-        self._of: Tensor | None = None  # the cache whose views these are
+        self._of: Tensor | None = None  # the cache that these are views of
         self._caches: tuple[Tensor, Tensor] | None = None
         self._ready = False
 
@@ -216,7 +216,7 @@ class Impl(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write `output` (tokens, heads, head_dim) of `query`, the newest tokens of the batch's sequences, whose keys are in the cache already."""
+        """Write `output` (tokens, heads, head_dim) of `query`, the newest tokens of the batch's sequences; their keys are in the cache already."""
         if attn_metadata is None:  # vLLM measures how much memory the rest takes
             return output.fill_(0)
         batch, tokens = attn_metadata, attn_metadata.num_actual_tokens

@@ -1,6 +1,6 @@
 """What vLLM calls where latent heads (MLA) attend by tilewise (compat/vllm.py): single tokens and short chunks against the latent cache.
 
-Written for vLLM 0.26, whose base classes write the cache, make prompts' keys and compute these; here is what they leave to a backend. A layer's cache
+Written for vLLM 0.26: its base classes write the cache, make prompts' keys and compute these; here is what they leave to a backend. A layer's cache
 is (blocks, block, kv_lora_rank + rope), of which the first kv_lora_rank columns are the values, too.
 """
 

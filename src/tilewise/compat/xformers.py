@@ -38,7 +38,7 @@ def memory_efficient_attention(
         query: (batch, seqlen_q, heads, head_dim); (batch, seqlen_q, head_dim) for one head; (batch, seqlen_q, groups, heads, head_dim), where keys
             and values that are expanded over the heads of a group are read once.
         key: (batch, seqlen_k, ...) likewise.  value: likewise, with head_dim_v.
-        attn_bias: numbers to add, (batch, heads, seqlen_q, seqlen_k) or what broadcasts to it (3-D inputs: (batch, seqlen_q, seqlen_k), 5-D: with
+        attn_bias: values to add, (batch, heads, seqlen_q, seqlen_k) or what broadcasts to it (3-D inputs: (batch, seqlen_q, seqlen_k), 5-D: with
             groups before heads), with a gradient where they require one; or an object of one of xformers' classes.
         p: probability of dropout.
         scale: None is head_dim ** -0.5.
@@ -150,7 +150,7 @@ def _blocks(inner: Callable[[Any], Mask]) -> Callable[[Any], Mask]:
 
 
 def _slots(inner: Callable[[Any], Mask]) -> Callable[[Any], Mask]:
-    """Sequences whose keys are the first seqlen_py from each of seqstart_py on."""
+    """Sequences with the first seqlen_py keys from each of seqstart_py on."""
     return lambda bias: _in_slots(bias, inner(bias))
 
 

@@ -25,7 +25,7 @@ def render(rows: Iterable[Row]) -> str:
 
 
 def _kinds(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows by what they have in common beside their lengths."""
+    """Rows by what they have in common other than their lengths."""
     kinds: dict[str, list[Row]] = {}
     for row in rows:
         words = describe(row.case).split(" ")

@@ -78,7 +78,7 @@ def cards(items: Iterable[tuple[str, str]]) -> str:
 
 
 def figure(title: str, svg: str, caption: str = "", plate: bool = False) -> str:
-    """An inline SVG with a title and a caption; `plate` puts it on white, for pictures whose colours are their own."""
+    """An inline SVG with a title and a caption; `plate` puts it on white, for pictures with colours of their own."""
     inner = f'<div class="plate">{svg}</div>' if plate else svg
     return f"<figure><h3>{escape(title)}</h3>{inner}<figcaption>{escape(caption)}</figcaption></figure>"
 

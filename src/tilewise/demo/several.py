@@ -1,7 +1,7 @@
 """Train the demo's GPT in several processes that share each sequence, and in one, and compare the losses bit by bit.
 
 Every layer but attention works on tokens one by one, so a rank computes its own; attention crosses ranks by `tilewise.distributed`, here with
-layout="ulysses", whose gradients have the bits of one process, too. Sums over tokens (the loss, the gradients of weights) are taken rank by rank and
+layout="ulysses", which gives gradients the bits of one process, too. Sums over tokens (the loss, the gradients of weights) are taken rank by rank and
 then in the order of the ranks. The one process does the same with a copy of the model for each part of the sequence, around one `tilewise.attention`
 of it all.
 """

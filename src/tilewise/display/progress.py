@@ -5,6 +5,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress(console: Console) -> Progress:
-    """A bar with a count, the time taken, and a field `note` beside it."""
+    """A bar with a count, the time taken, and a field `note` next to it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[note]}"))
     return Progress(*columns, console=console)

@@ -1,4 +1,4 @@
-"""A rank's calls, bound once: each of a plan's pieces is the same call in every layer and step, whose masks and kernels need not be found again."""
+"""A rank's calls, bound once: each of a plan's pieces is the same call in every layer and step, and its masks and kernels need not be found again."""
 
 from dataclasses import replace
 

@@ -72,7 +72,7 @@ def attention(
     """`tilewise.attention` over a sequence of which each rank holds a part, as `plan` says; a collective, forward and backward.
 
     O, LSE and dQ have the bits of one process, which computes `attention(..., mask=Part(mask, seqlen_q, [(0, seqlen_q)]))`, where the same backend
-    runs and tiles of queries are not cut (`plan`'s tile). dK and dV are sums of a part for each rank whose queries see a key, which crosses and is
+    runs and tiles of queries are not cut (`plan`'s tile). dK and dV sum a part of each rank with queries that see a key; parts cross and are
     added in fp32 (fp64 for fp64), in the order of the ranks, and rounded in the end: the same bits in every run. (Hopper's prebuilt kernels
     round each part, too.) Under layout="ulysses", with one group, dK and dV have the bits of one process, too.
 
@@ -86,7 +86,7 @@ def attention(
         alibi_slopes: (heads_q,) or (batch, heads_q), by positions in the whole sequence.
         sink: (heads_q,) or (tokens, heads_q); its gradient is of this rank's rows (and heads), to be added up over the ranks.
         dropout_seed: must be given with dropout_p, the same on all ranks: pairs are dropped that one process would drop.
-        stages: heads are computed in so many parts, which divide the key heads of a rank, while the keys of the next part are fetched. The memory of
+        stages: heads are computed in `stages` parts, which divide the key heads of a rank, while the keys of the next part are fetched. The memory of
             the fetched keys is as many times smaller; the bits are the same.
         most_bytes: that the keys and values of all tokens may take at a time, the same on all ranks; what is on its way comes on top. Then there are
             as many stages as that takes, and only where those of one head are still too many, keys are fetched and computed part by part (in a
@@ -227,7 +227,7 @@ class Piece(NamedTuple):
 
     stage: int
     part: tuple[int, int] | None
-    begins: bool  # the stage, whose sink it has
+    begins: bool  # the stage, and has its sink
 
 
 def _pieces(plan: Plan, options: Options) -> list[Piece]:

@@ -1,4 +1,4 @@
-"""Collectives of a plan beside attention: the whole sequence on every rank, a roll, and whether all ranks have the same plan."""
+"""Collectives of a plan other than attention: the whole sequence on every rank, a roll, and whether all ranks have the same plan."""
 
 from typing import TYPE_CHECKING, Any
 

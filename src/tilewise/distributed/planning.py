@@ -201,7 +201,7 @@ class Plan:
         return self.work.needed_by(self.owner, len(self.rows))
 
     def with_mask(self, mask: Mask | Mapping[tuple[int, int], Mask] | None) -> "Plan":
-        """The plan of another mask over the same tokens, held by the same ranks: for models whose layers have different masks."""
+        """The plan of another mask over the same tokens, held by the same ranks: for models with different masks in their layers."""
         found = _read(mask)
         work = survey(found, self.work.edges, self.k.length, self.batch, self.heads[0])
         return replace(self, mask=found, work=work, state={})
@@ -262,14 +262,14 @@ class Plan:
         return here, -(-self.k.length // tokens)
 
     def key_parts(self, parts: int) -> list[tuple[int, int] | None]:
-        """So many ranges of keys, of whole tiles but for the last; [None] for all keys at once."""
+        """At most `parts` ranges of keys, of whole tiles but for the last; [None] for all keys at once."""
         if parts == 1:
             return [None]
         step = -(-self.k.length // parts // KEYS) * KEYS
         return [(first, min(first + step, self.k.length)) for first in range(0, self.k.length, step)]
 
     def routes_of_keys(self, device: torch.device, part: tuple[int, int] | None = None) -> Routes:
-        """Keys, or those of a part, to the ranks whose queries see them, each to its own position."""
+        """Keys, or those of a part, to the ranks with queries that see them, each to its own position."""
 
         def make() -> Routes:
             needs = self.needs if part is None else [cut(each, *part) for each in self.needs]
@@ -314,7 +314,7 @@ class Plan:
 
     def report(self, itemsize: int = 2, most_bytes: int | None = None, batch: int = 1) -> reporting.Report:
         """Who computes and fetches how much, what that should take, and a picture; print it, or read its fields. itemsize: bytes of an element.
-        most_bytes: as of `attention`, for so many batch entries.
+        most_bytes: as of `attention`, for `batch` batch entries.
         """
         return reporting.report(self, itemsize, most_bytes, batch)
 
@@ -353,7 +353,7 @@ def chunk_edges(seqlen: int, ranks: int, tile: int) -> ndarray:
 
 
 def in_order(rows: Ranges, parts: int) -> tuple[Ranges, ...]:
-    """Ranges cut into so many parts of ceil(tokens / parts) tokens each, the last ones shorter, as torch.chunk cuts."""
+    """Ranges cut into `parts` parts of ceil(tokens / parts) tokens each, the last ones shorter, as torch.chunk cuts."""
     if parts == 1:
         return (rows,)
     length = sum(last - first for first, last in rows)

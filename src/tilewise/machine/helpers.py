@@ -1,4 +1,4 @@
-"""Processes that compile kernels beside this one, before they are asked for: those of the backward pass while this process compiles the forward's.
+"""Processes that compile kernels next to this one, before they are asked for: those of the backward pass while this process compiles the forward's.
 
 Processes, because compilers hold Python's lock from the first line that they trace to the end of their last pass: a thread that compiles stops the
 others. They are programs of their own: not forked, as this process has threads and CUDA, and not of multiprocessing, which would run the user's

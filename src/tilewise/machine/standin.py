@@ -1,4 +1,4 @@
-"""What helpers (helpers.py) have in the place of torch, whose import takes seconds.
+"""What helpers (helpers.py) have in the place of torch, which takes seconds to import.
 
 Kernels are made from dtypes and numbers. Nothing else of torch is used for that, but modules on the way there name much of it when they are
 imported: annotations, decorators, base classes, operators that are registered. All these are `Nothing` here, and only dtypes are what they are

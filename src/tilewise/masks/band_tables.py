@@ -67,7 +67,7 @@ def canonical(table: ndarray, keep_empty: bool = False) -> ndarray:
     """Bands shrunk to the smallest rectangle, diagonals that cut nothing unbounded; empty bands dropped (or made all zero)."""
     q0, q1, k0, k1, lo, hi = table.T
     empty = (q0 >= q1) | (k0 >= k1) | (lo > hi)
-    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)  # the rows whose interval of keys is not empty
+    q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)  # the rows with an interval of keys that is not empty
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)  # the keys that those rows reach
     empty |= q0 >= q1
     lo = np.where(q1 - 1 + lo <= k0, -INF, lo)
@@ -192,7 +192,7 @@ def merged(table: ndarray) -> ndarray:
 
 
 def _neighbours(table: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-    """(i, j, joint): bands i and j whose union is the band `joint`; j lies below i or to its right."""
+    """(i, j, joint): bands i and j with the band `joint` as their union; j lies below i or to its right."""
     q0, q1, k0, k1, lo, hi = table.T
     top_l, top_u = np.maximum(k0, q0 + lo), np.minimum(k1, q0 + hi + 1)  # the interval of the first row
     end_l = np.maximum(k0, q1 - 1 + lo)  # the lower end of the last row

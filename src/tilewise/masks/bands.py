@@ -1,7 +1,7 @@
 """Sets of (query, key) pairs as disjoint bands: the algebra under every structured mask.
 
 A band allows the pairs with query in [q0, q1), key in [k0, k1) and `lo <= key - query <= hi`. Read row by row it is one interval
-of keys, [max(k0, q + lo), min(k1, q + hi + 1)), whose two ends are constant or walk one key a row; every operation here is a
+of keys, [max(k0, q + lo), min(k1, q + hi + 1)): its two ends are constant or walk one key a row; every operation here is a
 statement about those two ends. Bands are closed under crop, shift, transposition, intersection and difference, so unions of
 disjoint bands form a Boolean algebra in which no pair is ever counted twice.
 

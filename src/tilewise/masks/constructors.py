@@ -49,7 +49,7 @@ A_CHARACTER = 12  # bytes a mask takes, about, for each character of its text
 class Causal(Mask):
     """Query i sees key j iff j <= p, its position p = i + seqlen_k - seqlen_q + offset (align="top_left", torch's convention: p = i + offset).
 
-    A prefill in pieces over a cache whose first n slots are filled, of which the piece fills the last: `Causal("top_left", n - seqlen_q)`.
+    A prefill in pieces over a cache with its first n slots filled, the last of them by the piece: `Causal("top_left", n - seqlen_q)`.
     """
 
     align: str = "bottom_right"
@@ -207,7 +207,7 @@ def check_inner(inner: Mask) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DeviceDocuments(Mask):
-    """`Documents` whose cu_seqlens (documents + 1,) are tensors that nobody has read: what attention_varlen asks for.
+    """`Documents` with cu_seqlens (documents + 1,) in tensors that nobody has read: what attention_varlen asks for.
 
     seqused_k: (documents,), how many keys of each document there are to see; the others are seen by nobody. None: all.
 

@@ -206,7 +206,7 @@ class Combined(Mask):
         return _combined, self._chain()
 
     def _chain(self, unwritten: bool = False) -> tuple[Mask, list[tuple[str, Mask]]]:
-        """The leftmost mask (`unwritten`: the first whose text is known), and each operation and mask that follow it.
+        """The leftmost mask (`unwritten`: the first with a known text), and each operation and mask that follow it.
 
         Everything below loops over this: chains of masks may be longer than the stack is deep.
         """
@@ -310,7 +310,7 @@ def _band_bytes(planes: tuple[Plane, ...]) -> int:
 
 
 def _drop(planes: tuple[Plane, ...]) -> None:
-    """What was derived from regions refers to them in turn, and may be tables on a GPU, for whose memory Python's collector never comes."""
+    """What was derived from regions refers to them in turn, and may be tables on a GPU: Python's collector never comes for their memory."""
     for plane in planes:
         flipped = plane.region.memo.get("transpose")
         plane.region.memo.clear()

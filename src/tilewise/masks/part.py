@@ -16,8 +16,8 @@ from tilewise.masks.mask import Blocks, Mask, Plane
 class Part(Mask):
     """`mask` of a call of `seqlen_q` queries, for those in `rows` alone, end to end, against all keys of that call.
 
-    rows: half-open ranges (first, last) of queries, (n, 2), ascending and apart. heads: (first, last, all): query heads first .. last - 1 of so
-    many; None: all. keys: (first, last, all) likewise, for a call on these keys alone, of which there are so many; first is a multiple of 8.
+    rows: half-open ranges (first, last) of queries, (n, 2), ascending and apart. heads: (first, last, all): query heads first .. last - 1 of
+    `all`; None: all. keys: (first, last, all) likewise, for a call on these keys alone, out of `all`; first is a multiple of 8.
 
     Row by row the call has the bits of the whole one where each range begins at a multiple of the backend's tile of queries, and all but the last
     range are made of whole tiles. Dropout drops the pairs that it would drop in the whole call. `alibi_slopes` count by the call's own lengths, as

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 SKIPPED, PARTIAL, FILLED, HIDDEN = range(4)  # HIDDEN: a pair of a partial tile that the mask hides
 COLOURS = np.array([[0.5, 0.5, 0.5, 0.14], [0.86, 0.45, 0.10, 1.0], [0.18, 0.42, 0.70, 1.0], [0.97, 0.83, 0.62, 1.0]])
 MARKS = ".+#"  # the text picture's skipped, partial and full tiles
-MOST_PAIRS = 2048  # up to so many queries and keys each pair is drawn, beyond only tiles
+MOST_PAIRS = 2048  # up to this many queries and keys each pair is drawn, beyond only tiles
 MOST_TILES = 2048  # tiles a side that a picture may have
-WANTED_TILES = 32  # about so many tiles a side by default
-GRID_TILES = 64  # up to so many tiles a side have lines between them
+WANTED_TILES = 32  # about this many tiles a side by default
+GRID_TILES = 64  # up to this many tiles a side have lines between them
 PIXELS = 1024  # a picture is drawn at about this size, so that each pair has sharp edges
 
 

@@ -1,6 +1,6 @@
 """Masks as text, for places that hold no objects: operators of a traced graph, command lines, files.
 
-The text is a Python expression of constructors, integers, lists, `& | - ~`, and `#i` for the i-th tensor that travels beside it:
+The text is a Python expression of constructors, integers, lists, `& | - ~`, and `#i` for the i-th tensor that travels with it:
 `Documents(#0,#1,inner=Causal())&SlidingWindow(1023,0)`.
 """
 

@@ -38,7 +38,7 @@ class PrefixTree(Mask):
 
     parents: (nodes,) the node that each one continues, an earlier one, or -1 for a root; trees with several roots are as good. lengths: (nodes,)
     tokens, 0 or more. Nodes lie end to end in this order from position 0 on; tokens beyond see nothing and are seen by nobody. Depth first is best
-    (a node's descendants right behind it, as `pack` has them): then the mask is a band a node. window: at most so many tokens before itself are
+    (a node's descendants right behind it, as `pack` has them): then the mask is a band a node. window: at most this many tokens before itself are
     seen, counted along the rollout, as `SlidingWindow(window, 0)` is without a tree; `& SlidingWindow(...)` would count packed positions, as ALiBi
     does.
 
@@ -70,7 +70,7 @@ class PrefixTree(Mask):
 
     @classmethod
     def group(cls, prompt: int, completions: Sequence[int], window: int | None = None) -> "PrefixTree":
-        """A prompt of so many tokens, and completions of it (a group of GRPO): rollout i is the prompt and completion i."""
+        """A prompt of `prompt` tokens, and completions of it (a group of GRPO): rollout i is the prompt and completion i."""
         each = integers("PrefixTree.group: completions", completions, 1)
         return cls((-1,) + (0,) * len(each), (prompt, *each), window)
 
@@ -129,7 +129,7 @@ class PrefixTree(Mask):
     def weights(self, rollouts: Tensor | Sequence[float] | None = None, device: torch.device | str | None = None) -> Tensor:
         """(tokens,) how much each token counts, so that a sum over tokens is the sum over rollouts: how many rollouts pass through it.
 
-        rollouts: (rollouts,) numbers, such as advantages or 1 / length, of which a token has the sum over its rollouts; a tensor keeps its dtype
+        rollouts: (rollouts,) values, such as advantages or 1 / length, of which a token has the sum over its rollouts; a tensor keeps its dtype
         and device (unless `device` is given) and its gradient. None: ones in fp32. Raises ShapeError for another number of them.
         """
         each = torch.ones(len(self.leaves), dtype=torch.float32, device="cpu") if rollouts is None else rollouts

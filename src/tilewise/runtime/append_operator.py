@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     interleaved: bool
     check: bool
     skip: bool = False  # whether a token on a negative page is left out, where else it is an error
-    cp_rank: int = 0  # as `problem.Share`, whose tokens are written alone; a world of 1: all are
+    cp_rank: int = 0  # as `problem.Share`: only its tokens are written; a world of 1: all are
     cp_world: int = 1
     cp_interleave: int = 1
 

@@ -33,7 +33,7 @@ class BoundCall:
     return_lse: bool
     options: tuple
     present: tuple  # as `tensors_of` gives it
-    check: Callable | None  # of the tensors: whether they are such, and nothing beside autograd takes part; None: torch cannot say
+    check: Callable | None  # of the tensors: whether they are such, and nothing but autograd takes part; None: torch cannot say
     grad_enabled: bool | None  # whether autograd was on, which `check` does not ask; None: nothing requires grad
     layouts: tuple  # of the tensors, as `layout_of` gives them
     # By `present`: the check of what `way_back` has, and how dO lies for the backend, once that fitted.
@@ -197,7 +197,7 @@ def way_back(
     extras: Sequence[Tensor | None],
 ) -> tuple[Tensor, bool]:
     """dO, which comes as the caller has it, as the backend has it; and whether what the backend bound gives the gradients: the tensors lie as those
-    of the forward did, and nothing beside autograd looks on.
+    of the forward did, and nothing but autograd looks on.
 
     Hooks on saved tensors may give back copies, and any gradient may arrive: that of a sum has strides of 0.
     """

@@ -1,4 +1,4 @@
-"""Packed documents with a bias, slopes of ALiBi or scales of 8-bit numbers of their own, or that are to have their own bits: within the operators, a
+"""Packed documents with a bias, slopes of ALiBi or scales of 8-bit elements of their own, or that are to have their own bits: within the operators, a
 call for each document.
 
 Document d is computed by its own lengths. Its random numbers of dropout count positions within it, and have d added to their offset, so that no two
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def forward(call: Call, backend: str | None) -> tuple[Tensor, ...]:
-    """As `Backend.forward`, of packed documents: a call whose mask is `DeviceDocuments`, alibi_slopes (documents or 1, heads_q) and bias
+    """As `Backend.forward`, of packed documents: a call with the mask `DeviceDocuments`, alibi_slopes (documents or 1, heads_q) and bias
     (documents or 1, heads_q or 1, queries or 1, keys or 1), by the place in a document, no smaller than the longest.
     """
     found = [choose(piece.call.problem, backend).forward(piece.call) for piece in _pieces(call)]

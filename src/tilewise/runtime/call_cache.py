@@ -28,7 +28,7 @@ RECENT = 4  # calls that are tried first
 
 
 class Options(NamedTuple):
-    """All of a call but its tensors, as its caller gave it. `frontend` says whose meaning the other words have: "" for attention and
+    """All of a call but its tensors, as its caller gave it. `frontend` says how to read the other words: "" for attention and
     attention_varlen, else a name that the front end chooses.
     """
 
@@ -123,7 +123,7 @@ def gradients(
 
 
 def _went_back(whole: tuple[Tensor, ...], options: Options) -> BoundCall | None:
-    """The bound call without other tensors whose q, k, v, O, LSE and dO were such when it last gave these gradients."""
+    """The bound call without other tensors that last gave these gradients for such q, k, v, O, LSE and dO."""
     if is_compiling() or forward_ad._current_level >= 0 or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0:
         return None
     for x in whole:
@@ -137,7 +137,7 @@ def _went_back(whole: tuple[Tensor, ...], options: Options) -> BoundCall | None:
 
 def bind(q: Tensor, k: Tensor, v: Tensor, options: Options, given: operator.Operands, extras: tuple = NO_EXTRAS) -> BoundCall | None:
     """The checked call `given` as a function of q, k, v and `extras`, by which it is computed at once and, where it may be kept, whenever it comes
-    again. None for a call whose mask holds tensors, that is no plain one, or of a backend that binds none: it is the operator's.
+    again. None for a call with tensors in its mask, that is no plain one, or of a backend that binds none: it is the operator's.
     """
     tensors, present = tensors_of(q, k, v, extras)
     if given.diagonal is not None or given.by_document or given.row_max or operator.traced() or not is_plain(tensors):
@@ -145,7 +145,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor, options: Options, given: operator.Oper
     mask = options.mask
     if given.grad and options.precision is not None:  # the backward pass computes O once more
         return None
-    if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, whose values may change
+    if mask is not None and not (isinstance(mask, Mask) and mask.source is not None):  # it holds tensors, and their values may change
         return None
     bias, slopes, sink, _, cu_seqlens_q, cu_seqlens_k, *scales = extras
     same = (bias, given.bias), (sink, given.sink), *zip(scales, (given.q_scale, given.k_scale, given.v_scale), strict=True)
@@ -223,7 +223,7 @@ def _grad_enabled(tensors: tuple[Tensor, ...]) -> bool | None:
 
 
 def signature(tensors: tuple[Tensor, ...], present: tuple, options: tuple) -> tuple:
-    """Types stand beside the values, because 1, 1.0 and True are equal, and not all of them are allowed. Which tensors want a gradient is part of
+    """Types stand next to the values, because 1, 1.0 and True are equal, and not all of them are allowed. Which tensors want a gradient is part of
     it, as it is of torch's check.
     """
     grad = torch.is_grad_enabled()
@@ -232,5 +232,5 @@ def signature(tensors: tuple[Tensor, ...], present: tuple, options: tuple) -> tu
 
 
 def is_plain(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether nothing beside autograd takes part in the call, a tracer and autocast included."""
+    """Whether nothing but autograd takes part in the call, a tracer and autocast included."""
     return not (operator.traced() or plain.needs_dispatch(tensors) or torch._C._is_any_autocast_enabled())

@@ -1,8 +1,8 @@
 """Calls of `decode` that a backend computes at once: what it found for the first is kept for those like it (of `attention`: call_cache.py).
 
 A call is like another if the same tensors are there with the same types, dtypes, devices, sizes and strides, all options are equal, and values begin
-where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls are kept, whose index tensors are
-int32, and none whose values are to be checked. New tokens are written first, by what `append` found.
+where keys do in both or in neither. What tensors hold and where they lie may differ otherwise. Only plain calls with index tensors of int32
+are kept, and none with values to be checked. New tokens are written first, by what `append` found.
 """
 
 from collections.abc import Callable
@@ -147,7 +147,7 @@ def _bound(given: tuple, options: tuple, operands: Operands, written: append_ope
     if converted or not all(map(_same_memory, given[:3], operands[:3])):
         return None
     call = call_of(operands, None)
-    if call.mask.source is None or not goes_whole(call):  # it holds tensors, whose values may change
+    if call.mask.source is None or not goes_whole(call):  # it holds tensors, and their values may change
         return None
     run = backend_of(call, operands.backend).bind_decode(call)
     append = None if run is None or written is None else append_operator.bind(written)

@@ -1,7 +1,7 @@
 """The torch.library operator `tilewise::decode`: its operands, what it refuses, and what it does when it runs.
 
-Lengths and pages are tensors (a length for all may be a number),
-whose values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
+Lengths and pages are tensors (a length for all may be a number);
+their values are never read when it is traced. When it runs they are checked on the CPU; on a GPU they stay there (cache_values.py).
 """
 
 from collections.abc import Callable
@@ -150,7 +150,7 @@ operator, operator_reading = op.declare(
 
 
 def _like(cache: Tensor, q: Tensor) -> Tensor:
-    """What stands for the cache where a backend is chosen: numbers of 8 bits are q's by the time they are multiplied."""
+    """What stands for the cache where a backend is chosen: elements of 8 bits are q's by the time they are multiplied."""
     return cache if cache.dtype == q.dtype else cache.new_empty((1, 1, *cache.shape[2:]), dtype=q.dtype)
 
 
@@ -237,7 +237,7 @@ def _rotated(call: DecodeCall) -> DecodeCall:
 
 
 def _positions(q: Tensor, seqlens: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """The position of each query in its sequence, whose last tokens they are: (batch, seqlen_q), or (total_q,). None is below 0."""
+    """The position of each query in its sequence, which ends with its queries: (batch, seqlen_q), or (total_q,). None is below 0."""
     on = {"dtype": torch.int64, "device": q.device}
     lengths = seqlens.to(torch.int64)
     if cu_seqlens_q is None:

@@ -74,7 +74,7 @@ class Explanation:
 
 
 def describe(call: Call, backend: str | None, copied: list[str]) -> Explanation:
-    """Explain `call`. `copied` names the inputs whose last dimension had to be made contiguous.
+    """Explain `call`. `copied` names the inputs that were copied to make the last dimension contiguous.
 
     Raises:
         UnsupportedError: as running the call would.

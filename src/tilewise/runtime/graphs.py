@@ -79,7 +79,7 @@ def _plain(size: int) -> int:
 
 
 def checks(x: Tensor, check: bool) -> bool:
-    """Whether index tensors beside x on a GPU are read, to be checked."""
+    """Whether index tensors that come with x on a GPU are read, to be checked."""
     return x.is_cuda and (check or _always())
 
 
@@ -104,7 +104,7 @@ def _backend_reads(index: int | None, name: str | None, mask: str, cache: tuple[
 
 
 def run_outside_pool(run: Callable[[tuple], tuple[Tensor | None, ...]], given: tuple) -> tuple:
-    """`run(given)`, of operands whose first one is a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and
+    """`run(given)`, of operands that begin with a tensor, without gradients. Where torch.compile prepares a CUDA graph it is another thread's, and
     the results are copied to where they belong.
     """
     device = given[0].device

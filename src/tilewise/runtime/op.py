@@ -65,7 +65,7 @@ def declare(
     vmap: Callable[..., tuple] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> tuple[CustomOpDef, CustomOpDef]:
-    """The operator tilewise::`name` and its twin, which take `operands` one by one and return so many `results`, all tensors.
+    """The operator tilewise::`name` and its twin, which take `operands` one by one and return `results` results, all tensors.
 
     Args:
         run: gives the results of tensors that nobody looks at any more.

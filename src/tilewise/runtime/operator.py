@@ -59,7 +59,7 @@ OF_GRADIENTS = {"o": Tensor, "lse": Tensor, "d_o": Tensor, "d_lse": Tensor | Non
 OF_BACKWARD = [*OF_GRADIENTS.items(), *Operands.__annotations__.items()]
 BackwardOperands = NamedTuple("BackwardOperands", OF_BACKWARD)
 AS_IN_CALL = tuple(name for name in Operands._fields if name in Call.__dataclass_fields__ and name not in ("mask", "scale"))
-TENSORS = Operands._fields.index("mask_tensors")  # so many operands are single tensors, or None
+TENSORS = Operands._fields.index("mask_tensors")  # this many operands are single tensors, or None
 GradientTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dQ, dK, dV, dBias and dSink, the last two empty where there is none
 BIAS, SINK = Operands._fields.index("bias"), Operands._fields.index("sink")
 
@@ -108,7 +108,7 @@ def _backward(given: BackwardOperands, wide_keys: bool = False) -> GradientTenso
     call = call_of(given)
     if wide_keys:
         call = replace(call, wide_keys=True)
-    if given.precision is not None:  # straight through: P, whose rows must add up to 1, and delta are those of the inputs' own dtype
+    if given.precision is not None:  # straight through: P, with rows that must add up to 1, and delta are those of the inputs' own dtype
         call = replace(call, precision=None)
         o, lse, *_ = _attend(call, given)
     if given.by_document:
@@ -232,7 +232,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Forward(_Attention):
-    """`forward` for torch.func, whose transforms take this but not an operator's own autograd."""
+    """`forward` for torch.func: its transforms take this but not an operator's own autograd."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
-"""Which calls are plain: nothing beside autograd takes part, and every tensor's numbers lie at its address, as its strides say.
+"""Which calls are plain: nothing but autograd takes part, and every tensor's elements lie at its address, as its strides say.
 
 Only of a plain tensor may an address be taken. A subclass, a fake, batched, functional, negated or zero tensor may look like one, but keeps its
-numbers elsewhere, or means others by them; such a call goes through the operators, where torch hands each kind to whoever knows it.
+elements elsewhere, or means others by them; such a call goes through the operators, where torch hands each kind to whoever knows it.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ MAPPED = torch._C._parse_dispatch_key("Batched") if hasattr(torch, "_remove_batc
 
 
 def needs_dispatch(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether anything beside autograd must see the operators: a transform of torch.func, forward-mode differentiation, a dispatch mode (fake
+    """Whether anything but autograd must see the operators: a transform of torch.func, forward-mode differentiation, a dispatch mode (fake
     tensors, counters), or a tensor that is not plain.
     """
     if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0:

@@ -19,7 +19,7 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def fold(batched: tuple[int, ...], op: Callable, size: int, in_dims: tuple, args: tuple):
-    """Map `op`, whose operands at `batched` have a batch dimension: fold the mapped dimension into it where no other operand is a tensor."""
+    """Map `op`, with a batch dimension in its operands at `batched`: fold the mapped dimension into it where no other operand is a tensor."""
     others = [x for at, x in enumerate(args) if at not in batched]
     texts = [x for x in others if isinstance(x, str)]
     if not any(isinstance(x, Tensor) for x in others) and not any("#" in text or BY_ENTRY in text for text in texts):

@@ -174,7 +174,7 @@ def _bias(case: Case, axes: str, draw: _Draw, dtype: torch.dtype) -> Tensor:
 
 
 def random_mask(seqlen_q: int, seqlen_k: int, batch: int | None = None, heads: int | None = None) -> Dense:
-    """A seeded random boolean mask whose last row sees nothing."""
+    """A seeded random boolean mask with a last row that sees nothing."""
     shape = (seqlen_q, seqlen_k) if batch is None or heads is None else (batch, heads, seqlen_q, seqlen_k)
     shown = torch.rand(shape, generator=torch.Generator().manual_seed(17), dtype=torch.float32, device="cpu") < 0.6
     shown[..., -1:, :] = False

@@ -39,7 +39,7 @@ class Outcome:
 def plan(
     backends: Iterable[Backend], *, full: bool = False, contains: str = "", seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Check]:
-    """The checks of these backends whose name holds the text `contains`.
+    """The checks of these backends that have the text `contains` in their name.
 
     Every case (QUICK, or with `full` all of them) runs twice, the second time with NaN and infinities in all that its mask hides; then
     come the closed forms.

@@ -92,8 +92,8 @@ def run_spoiled(backend: Backend, case: Case, seed: int = 0, device: Device = "c
 
 
 def run_overflown(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
-    """As `run_case`, with infinities of both signs in one column of dO, of two queries: where a key sees both, its dV is NaN. (Only for cases whose
-    probabilities are none so small that they are rounded to 0, for infinity times that is NaN.)
+    """As `run_case`, with infinities of both signs in one column of dO, of two queries: where a key sees both, its dV is NaN. (Only for cases
+    with no probability so small that it is rounded to 0, for infinity times that is NaN.)
     """
     call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
     d_o = d_o.clone()
@@ -102,7 +102,7 @@ def run_overflown(backend: Backend, case: Case, seed: int = 0, device: Device = 
 
 
 def run_scattered(backend: Backend, case: Case, seed: int = 0, device: Device = "cpu") -> float:
-    """As `run_hidden`, and NaN in what is seen, too: here and there in V, in two rows of Q, in one key, and in two numbers of dO.
+    """As `run_hidden`, and NaN in what is seen, too: here and there in V, in two rows of Q, in one key, and in two elements of dO.
 
     Not for a bias of -inf, of which the contract does not say what it hides of a NaN.
     """

@@ -16,7 +16,7 @@ from tilewise.testing import tolerance
 
 E4M3 = torch.float8_e4m3fn
 LARGEST, LARGEST_P = torch.finfo(E4M3).max, 256.0
-DEPTH, FRACTION = 32, 13  # numbers that one instruction adds up; bits behind the leading one that it keeps
+DEPTH, FRACTION = 32, 13  # products that one instruction adds up; bits behind the leading one that it keeps
 
 
 def rounded(x: Tensor, unit: float | Tensor = 1.0) -> Tensor:

@@ -18,7 +18,7 @@ def cumulative(draw, total: int, documents: int) -> list[int]:
 
 @st.composite
 def prefix_trees(draw, tokens: int):
-    """A tree of at most so many tokens, whose nodes need not lie depth first, with or without a window."""
+    """A tree of at most `tokens` tokens, with nodes that need not lie depth first, with or without a window."""
     ends = cumulative(draw, tokens, draw(st.integers(1, 6)))
     parents = [draw(st.integers(-1, node - 1)) for node in range(len(ends) - 1)]
     return PrefixTree(parents, [end - start for start, end in pairwise(ends)], draw(st.one_of(st.none(), st.integers(0, 60))))

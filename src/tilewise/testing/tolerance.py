@@ -14,15 +14,15 @@ comparison is written so that NaN fails. What the lines above leave open, and wh
   magnitude at its worst row, times the row's own magnitude. One bad row cannot hide behind the others, however small its values are.
 - *lse* is fp32 whatever the inputs are, and backward passes and merges rely on it: its naive runs in fp32. Its *magnitude* is |ref| or, where
   that is larger, the same root for q.k (times scale, on average over P): a score may be the small rest of large products. For fp16 and bf16,
-  whose products matrix units add up truncating, its naive error is at least the typical one, as for few rows below.
+  where matrix units truncate as they add up products, its naive error is at least the typical one, as for few rows below.
 - *row_max*, each row's largest score, is held as LSE is, by the naive formula's own maximum in fp32.
-- *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP), whose rounding errors can cancel against those of dP to
+- *gradients*: autograd of the formula keeps P, and so takes delta as rowsum(P dP): its rounding errors can cancel against those of dP to
   the last bit. What does not keep P takes rowsum(dO O) and exp(S - LSE), with the O and LSE that a forward pass returned. So naive is
   autograd, the latter in fp32 from the naive O and LSE, and the same from the exact ones rounded (the best there are); the worst counts.
 - *fp64*: the formula cannot be measured against itself. Rounding errors scale with the unit roundoff, so the naive error is taken from the
   fp32 formula on the inputs rounded to fp32, times 2**-29; once more for ref's own rounding, 3 in place of 2 in all of the above; and times
-  sqrt(2), since a register holds half as many fp64 numbers and each of its sums runs over twice as many terms.
-- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 1024 numbers,
+  sqrt(2), since a register holds half as many fp64 elements and each of its sums runs over twice as many terms.
+- *few rows*: all that comes from one query row shares the rounding of its LSE, so the naive error of an output with fewer than 1024 elements,
   or from fewer than 256 query rows, is chance. There it is at least the typical error to first order, relative to the magnitude: the
   unit roundoff of the inputs' dtype once, for rounding P or dS to it, and that of the statistics sqrt(n) + 2 max |s| times: sqrt(n) for dot
   products of length n = head_dim or head_dim_v (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019), |s| each
@@ -42,7 +42,7 @@ from tilewise.problem import Call, Gradients
 
 FEW_NUMBERS, FEW_ROWS = 1024, 256
 FLUSHED = 8  # products of a probability that was taken for 0 with values of usual size, added up
-USUAL = 6.0  # standard normal numbers are not larger
+USUAL = 6.0  # standard normal elements are not larger
 
 
 @dataclass(frozen=True)
@@ -187,14 +187,14 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 def floor(dtype: torch.dtype, unusual: float = 1.0) -> float:
     """The error that a number may have however small it is: a step of the subnormal numbers of `dtype`, in which outputs are stored, and what is
     lost where the arithmetic inside (fp32, or fp64 for fp64) takes subnormal probabilities and products for 0, as the exponentials of GPUs do;
-    `unusual` times as much where probabilities multiply so large numbers.
+    `unusual` times as much where probabilities multiply elements that large.
     """
     info, inside = torch.finfo(dtype), torch.finfo(reference.lse_dtype(dtype))
     return info.smallest_normal * info.eps + FLUSHED * inside.smallest_normal * unusual
 
 
 def _unusual(call: Call, d_o: Tensor | None) -> dict[str, float]:
-    """How many times larger than usual the numbers are by whose products P is multiplied to make each output."""
+    """Of each output, how many times larger than usual the products of elements are by which P is multiplied to make it."""
 
     def times(x: Tensor | None) -> float:
         return 1.0 if x is None or x.numel() == 0 else max(1.0, float(x.abs().masked_fill(~x.isfinite(), 0.0).max()) / USUAL)
@@ -264,7 +264,7 @@ def _steepest(call: Call, lse: Tensor) -> float:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Rows of a tensor; the numbers of a vector are rows of one."""
+    """Rows of a tensor; the elements of a vector are rows of one."""
     return x.reshape(-1, x.shape[-1]) if x.dim() > 1 else x[:, None]
 
 

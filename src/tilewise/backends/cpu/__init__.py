@@ -1,7 +1,7 @@
 """The native CPU backend: FlashAttention-2 in C++ (csrc/), called through ctypes with pointers and strides.
 
 Inside everything is fp32; on processors with AVX512_BF16 or AMX the products of bf16 inputs use their instructions, with P and dS rounded to bf16.
-On AMX fp16 and fp32 are products of sums of two and three bf16 numbers, as exact as fp32's own.
+On AMX, products of fp16 and fp32 are those of sums of two and three bf16 values, as exact as fp32's own.
 Threads are torch's own, as many as torch.get_num_threads() says, and results do not depend on how many.
 """
 

@@ -14,7 +14,7 @@ ROW_BLOCK = 96
 
 
 class TensorArg(ctypes.Structure):
-    """Address and element strides (batch, seqlen, heads) of a tensor whose last dimension is contiguous."""
+    """Address and element strides (batch, seqlen, heads) of a tensor with a contiguous last dimension."""
 
     _fields_ = [("data", c_void_p), ("batch", c_int64), ("seq", c_int64), ("head", c_int64)]
 

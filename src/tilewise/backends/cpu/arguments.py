@@ -1,4 +1,4 @@
-"""A call's tensors and numbers as the kernel's argument struct."""
+"""A call's tensors and scalars as the kernel's argument struct."""
 
 import ctypes
 import threading
@@ -77,13 +77,13 @@ def add_per_head(args: abi.Args, alibi_slopes: Tensor | None, sink: Tensor | Non
 
 
 def in_order(x: Tensor) -> Tensor:
-    """x contiguous, at a multiple of its numbers' size, which torch.frombuffer's tensors need not be; the kernel reads all but rows so."""
+    """x contiguous, at a multiple of its element size, which torch.frombuffer's tensors need not be; the kernel reads all but rows so."""
     x = x.contiguous()
     return x if x.data_ptr() % x.element_size() == 0 else x.clone()
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with its last dimension contiguous, and holding its numbers themselves, not their negatives (Tensor.is_neg)."""
+    """x with its last dimension contiguous, and holding its values themselves, not their negatives (Tensor.is_neg)."""
     x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 

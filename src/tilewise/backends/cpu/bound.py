@@ -1,4 +1,4 @@
-"""A call whose arguments the kernel has been given once; what is left is to say where its tensors lie."""
+"""A call that has given the kernel its arguments once; what is left is to say where its tensors lie."""
 
 import ctypes
 from collections.abc import Callable

@@ -70,7 +70,7 @@ def _many(planes: tuple[Plane, ...], batch: int, heads_q: int) -> Planes:
 
 
 def planes_of_sequences(mask: Mask, queries: ndarray, keys: ndarray, keep: list) -> ctypes.Array:
-    """One plane for each sequence of so many queries and keys.
+    """One plane for each sequence, by its numbers of queries and keys.
 
     Causal and window masks are written down directly, as lengths change with every token.
     """
@@ -93,7 +93,7 @@ def planes_of_sequences(mask: Mask, queries: ndarray, keys: ndarray, keep: list)
 
 
 def planes_of_shares(call: DecodeCall, queries: ndarray, keep: list) -> ctypes.Array:
-    """One plane for each sequence of so many queries, whose keys are those of a share: what a query sees of a band is an interval of them, too."""
+    """One plane for each sequence, by its number of queries, with the keys of a share: what a query sees of a band is an interval of them, too."""
     planes, share = (abi.PlaneArg * len(queries))(), call.share
     assert share is not None
     for n, (rows, length) in enumerate(zip(queries.tolist(), call.seqlens.tolist(), strict=True)):

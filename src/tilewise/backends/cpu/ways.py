@@ -18,8 +18,8 @@ from tilewise.masks.arguments import check_fits
 from tilewise.masks.constructors import DeviceDocuments
 from tilewise.problem import Call
 
-# Up to so many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
-# the numbers of K and V that a head reads are NUMBERS_A_PAIR times the queries' square (measured: docs/cpu-notes.md).
+# Up to this many queries, by the lanes of a vector, every key is read once for all the rows of its head, and keys are split over threads: as soon as
+# the elements of K and V that a head reads are NUMBERS_A_PAIR times the queries' square (measured: docs/cpu-notes.md).
 FEW_QUERIES, FEW_QUERIES_NARROW, NUMBERS_A_PAIR = 8, 4, 64
 
 
@@ -44,7 +44,7 @@ def few_queries(queries: int, keys: int, numbers: int, most: int) -> bool: ...
 @overload
 def few_queries(queries: ndarray, keys: ndarray, numbers: int, most: int) -> ndarray: ...
 def few_queries(queries, keys, numbers: int, most: int):
-    """Which calls leave lanes of a panel so empty that the rows of a head are better computed key by key; `numbers` of K and V a key."""
+    """Which calls leave lanes of a panel so empty that the rows of a head are better computed key by key; `numbers`: elements of K and V a key."""
     return (queries == 1) | ((queries <= most) & (keys * numbers >= NUMBERS_A_PAIR * queries**2))
 
 

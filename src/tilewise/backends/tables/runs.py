@@ -24,7 +24,7 @@ from tilewise.masks.tiles import BAND, BITMAP, FULL, Runs, lower
 FAR = 1 << 30  # beyond every key, and far from overflowing when a row is added
 WORDS = 4  # of 32 keys, in a row of a bitmap: as many as the largest tile_n needs, and one wide read
 EVERYTHING, NOTHING = 0, 1  # the first rows of `bands`
-AT_ONCE = 1024  # runs whose bits are in memory
+AT_ONCE = 1024  # runs that have their bits in memory at a time
 LITTLE = np.packbits(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1), axis=1, bitorder="little").ravel()  # bits turned round
 
 
@@ -54,7 +54,7 @@ class Lowered(NamedTuple):
 
 
 def tables(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int, device: torch.device) -> Tables:
-    """The tables of a mask whose regions are `planes`, for `batch` entries and `heads` query heads."""
+    """The tables of a mask with the regions of `planes`, for `batch` entries and `heads` query heads."""
     regions = tuple(plane.region for plane in planes)
     where = tuple((plane.batch, plane.heads) for plane in planes)
     key = "hopper", tile_m, tile_n, device, batch, heads, where, tuple(map(id, regions))
@@ -89,7 +89,7 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
 
 
 def lowered(runs: Runs, bands_before: int, bitmaps_before: int, words: int = WORDS, blind: bool = True) -> Lowered:
-    """What is to be visited of `runs`, for tables that have so many bands and bitmaps already; bitmaps of `words` words a row.
+    """What is to be visited of `runs`, for tables with `bands_before` bands and `bitmaps_before` bitmaps already; bitmaps of `words` words a row.
 
     blind: with a tile for query tiles that see nothing.
     """

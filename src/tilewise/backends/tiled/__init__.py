@@ -208,7 +208,7 @@ def _visible(scores: Scores, predicate: Predicate | None) -> Tensor | None:
 
 
 def _statistics_dtype(device: torch.device) -> torch.dtype:
-    """For the few operations on row statistics whose rounding reaches every gradient. Apple's GPUs have no fp64."""
+    """For the few operations on row statistics that pass their rounding on to every gradient. Apple's GPUs have no fp64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 

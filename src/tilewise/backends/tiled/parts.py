@@ -20,7 +20,7 @@ from tilewise.masks.bitmap import Bitmap
 from tilewise.masks.tiles import FULL, lower
 from tilewise.problem import Call
 
-# Pairs whose scores are alive at once, per device type. CPU: 2 MiB in fp32, what two cores keep in their second-level caches.
+# Pairs with their scores alive at once, per device type. CPU: 2 MiB in fp32, what two cores keep in their second-level caches.
 _PAIRS = {"cpu": 1 << 19}
 _PAIRS_ELSEWHERE = 1 << 24
 _TILE_M, _TILE_N = 256, 256

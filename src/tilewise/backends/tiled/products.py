@@ -8,7 +8,7 @@ from torch import Tensor
 from tilewise.problem import Call
 
 # A CPU's matrix product adds the terms of an element one after another: over 256 rows that was 11 ulp, three times the naive formula's error,
-# on the values of keys that every query sees. Sums of so many (fp64: the second) are added up instead (4 % of the time at seqlen 2048, AMD EPYC,
+# on the values of keys that every query sees. Sums of this many (fp64: the second) are added up instead (4 % of the time at seqlen 2048, AMD EPYC,
 # 2026-11).
 _TERMS = 64, 128
 _LIMIT = 1e9  # a product of three such values and the lengths stays far from the end of fp32

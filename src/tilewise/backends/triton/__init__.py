@@ -152,6 +152,6 @@ def _config(call: Call, purpose: str):
 
 
 def _in_rows(call: Call) -> Call:
-    """The call with copies of tensors whose rows are not contiguous."""
+    """The call with copies of the tensors that lack contiguous rows."""
     scattered = {name: x.contiguous() for name in ("q", "k", "v") if (x := getattr(call, name)).stride(-1) != 1}
     return replace(call, **scattered) if scattered else call

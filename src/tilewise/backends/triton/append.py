@@ -1,4 +1,4 @@
-"""Appending seen from torch: what the kernel covers, and calls whose kernel and numbers were found once."""
+"""Appending seen from torch: what the kernel covers, and calls with their kernel and scalars found once."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A call whose kernels and arguments were found once, for more tensors of the same shapes, strides and dtypes."""
+"""A call with its kernels and arguments found once, for more tensors of the same shapes, strides and dtypes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -261,7 +261,7 @@ class Bound:
 
     @property
     def wanted(self) -> dict[str, object]:
-        """Constants of the forward pass beside those of all kernels."""
+        """Constants of the forward pass other than those of all kernels."""
         return {"ROW_MAX": self.like.row_max}
 
     def small(
@@ -345,7 +345,7 @@ class Bound:
         return _NOT_DROPPED if dropout is None else _drawn(dropout if rng is None else dropout.drawn_by(rng))
 
     def of_extras(self, extras: tuple[Tensor | None, ...]) -> Mapping[str, object]:
-        """What is a call's own beside q, k, v and the results, for `Tapes.run`."""
+        """What is a call's own other than q, k, v and the results, for `Tapes.run`."""
         found = {name: x for name, x in zip(OWN, extras, strict=True) if x is not None}
         rng = found.pop("rng", None)
         return found if self.like.dropout is None else found | self.random(rng)

@@ -1,4 +1,4 @@
-"""What a kernel is compiled with beside the call: tiles, warps, stages. Literal data, each row with where it comes from."""
+"""What a kernel is compiled with on top of the call: tiles, warps, stages. Literal data, each row with where it comes from."""
 
 from typing import Literal, NamedTuple
 
@@ -125,7 +125,7 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     },
     ("forward", 4, 256): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 32, 4, 1)},
     ("forward", 4, 512): {"sm80 sm86 sm90 sm100 sm120 rdna": (16, 16, 8, 1), "cdna gfx950": (32, 16, 4, 1)},
-    # q and k of int8, beside v of 16 bits:
+    # q and k of int8, with v of 16 bits:
     ("forward", 1, 64): {
         "sm80": (128, 64, 4, 3),
         "sm86 sm90 sm100": (128, 64, 4, 2),
@@ -326,7 +326,7 @@ MOST_ON_BLACKWELL = {"forward": (64, 32)}  # of compute capability 10, where sum
 
 
 def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config:
-    """For kernels whose scores are changed, draw random bits or load a bias for each pair."""
+    """For kernels that change scores, draw random bits or load a bias for each pair."""
     most = MOST.get(weight, {}).get(purpose)
     if most is None:
         return config
@@ -337,7 +337,7 @@ def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config
 
 
 def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """For so many rows of a sequence, queries times the heads of a group."""
+    """For `rows` rows of a sequence, queries times the heads of a group."""
     purpose = "decode" if rows <= LEAST_DIM else "chunk"
     size = 4 if dtype.itemsize == 4 else cached.itemsize
     dims = next(each for each in (64, 128, 192, 256, 576) if max(head_dim, head_dim_v) <= each)

@@ -1,4 +1,4 @@
-"""Decode seen from torch: what the kernels cover, and calls whose kernels and numbers were found once.
+"""Decode seen from torch: what the kernels cover, and calls with their kernels and scalars found once.
 
 Keys are shared out by the number of multiprocessors and by shapes; how many a sequence has, its programs find on the device.
 """
@@ -116,7 +116,7 @@ class Decoder:
         self.dtypes = tuple((stored | {name: x.dtype for name, x in typed.items() if x is not None}).items())
 
     def begin(self) -> "Decoder":
-        """Have its kernels compiled beside each other."""
+        """Have its kernels compiled side by side."""
         if self.shares.splits > 1 and not self.parts:
             kind = tuple(self.constants.items()), self.dtypes, self.shares.config
             helpers.begin(kind, lambda: [self.kernel(True), merging.kernel(self.dim_v, self.out_dtype, True)], self.target)
@@ -156,7 +156,7 @@ class Decoder:
         with_lse: bool = True,
         joined: tuple[Tensor, Tensor, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """O and LSE, contiguous. joined: partial O and LSE, of which the first so many are there already."""
+        """O and LSE, contiguous. joined: partial O and LSE, and how many of the first are there already."""
         shares = self.shares
         o = out if out is not None and out.is_contiguous() else torch.empty(self.shape, dtype=self.out_dtype, device=self.device)
         shape = (shares.heads, shares.seqlen_q) if shares.ragged else (shares.batch, shares.heads, shares.seqlen_q)
@@ -171,7 +171,7 @@ class Decoder:
         return o, lse
 
     def partials(self, parts: int) -> tuple[Tensor, Tensor]:
-        """Memory for O and LSE of so many parts of the keys, in fp32."""
+        """Memory for O and LSE of `parts` parts of the keys, in fp32."""
         shapes = (parts, self.shares.rows, self.dim_v), (parts, self.shares.rows)
         found = [scratch(shape, torch.float32, self.device) for shape in shapes]
         return found[0], found[1]

@@ -15,7 +15,7 @@ SCRATCH = "global", "profile"  # memory that a kernel may want besides
 
 
 def direct(found, programs: int, count: int) -> Callable[[int, Sequence[object]], None] | None:
-    """What starts a compiled kernel, which is loaded, with so many programs on a stream, of `count` arguments; None where nobody knows how."""
+    """What starts a compiled kernel, which is loaded, with `programs` programs on a stream, of `count` arguments; None where nobody knows how."""
     stream, values, seen = object(), tuple(object() for _ in range(count)), []
     try:
         launch, asked = found.run.launch, copy.copy(found.run)

@@ -17,9 +17,9 @@ from tilewise.problem import Call
 
 NUMBERS = 8192  # of a program's tile
 LEAST_DIM = 32  # that a product of int8 takes
-SLICES = 16  # of V, whose channels' largest numbers are found apart
+SLICES = 16  # of V; the largest element of a channel is found in each
 BLOCK = 64  # channels of a program that finds a centre
-EXACT = configs.Config(BLOCK, BLOCK, 4, 1, fused=False)  # of small kernels whose every operation is rounded
+EXACT = configs.Config(BLOCK, BLOCK, 4, 1, fused=False)  # of small kernels that round every operation
 
 
 class Quantiser:
@@ -129,7 +129,7 @@ VALUES = "largest_values", "quantise_v"
 
 
 class Given:
-    """Of calls like one whose tensors are in 8 bits: e4m3 is held in fp16, and scales are spread out. It has what `Quantiser` has."""
+    """Of calls like one with tensors in 8 bits: e4m3 is held in fp16, and scales are spread out. It has what `Quantiser` has."""
 
     def __init__(self, call: Call, tile_n: int, scales: tuple[str, str, str] | None) -> None:
         self.call, self.tile_n, self.width, self.v_width = call, tile_n, call.head_dim, configs.power(call.head_dim_v)
@@ -184,7 +184,7 @@ class Given:
 
 
 def rows_of(width: int) -> int:
-    """Of a program's tile of so many columns."""
+    """Of a program's tile of `width` columns."""
     return min(NUMBERS // width, TILE)
 
 

@@ -111,7 +111,7 @@ def source_of(kernel: Kernel) -> ASTSource:
 
 
 def lock_of(kernel: Kernel, target: Target) -> Path | None:
-    """The entry whose lock (machine/lock.py) a process has that compiles the kernel, in Triton's folder; None where it has none."""
+    """The entry that a process locks (machine/lock.py) while it compiles the kernel, in Triton's folder; None where it has none."""
     text = repr((kernel.function.__module__, kernel.name, kernel.constants, kernel.dtypes, kernel.config, kernel.aligned, target))
     try:
         return Path(knobs.cache.dir) / f"tilewise-{hashlib.sha256(text.encode()).hexdigest()}"
@@ -145,7 +145,7 @@ def _loaded(kernel: Kernel, target: Target, device: int):
 
 @functools.cache
 def launcher(kernel: Kernel, target: Target) -> Callable[[int, Mapping[str, object]], None]:
-    """What runs the kernel with a grid of so many programs and arguments by name, on the current device and stream."""
+    """What runs the kernel with a given number of programs and arguments by name, on the current device and stream."""
     types, _ = kernel.signature()
     known = {name: None if kind.startswith("*") else 0 for name, kind in types.items()} | dict(kernel.constants)
     if not interpreted():

@@ -16,7 +16,7 @@ MULTIPLE = 16  # of elements, that rows and parts are apart where loads are wide
 
 @functools.cache
 def kernel(dim: int, dtype: torch.dtype, aligned: bool) -> Kernel:
-    """`kernels.merge` for rows of so many elements, which it writes in dtype."""
+    """`kernels.merge` for rows of `dim` elements, which it writes in `dtype`."""
     whole = configs.power(dim)
     constants = {"TILE_M": CONFIG.tile_m, "V_DIM": whole, "V_COLUMNS": dim if whole != dim else 0, "EMULATED": interpreted()}
     return Kernel(kernels.merge, tuple(constants.items()), (("q", torch.float32), ("o", dtype)), CONFIG, aligned)

@@ -60,7 +60,7 @@ class Prefixed:
         return self.rest(given, seqlens, out, with_lse, (partial_o, partial_lse, parts))
 
     def _first(self, call: DecodeCall, owner: Tensor) -> DecodeCall:
-        """The prefix alone: all queries as those of one sequence, whose keys lie where `owner` has them, (1,) int64."""
+        """The prefix alone: all queries as those of one sequence, with the keys where `owner` has them, (1,) int64."""
         q = call.q.reshape(1, -1, *call.q.shape[-2:])
         fields: dict = {
             "q": q,
@@ -86,7 +86,7 @@ class Prefixed:
         return lengths.argmax(0, keepdim=True)
 
     def _joined(self, call: DecodeCall) -> Tensor:
-        """(rows,) bool: of (tokens, heads) as parts have them, those of sequences whose every query sees all of the prefix, as the kernel asks."""
+        """(rows,) bool: of (tokens, heads) as parts have them, those of sequences in which every query sees all of the prefix, as the kernel asks."""
         window, lengths = window_of(call.mask), call.seqlens.long().clamp(0, self.shares.capacity)
         assert window is not None  # or `pays` had said so
         queries = call.q.shape[1] if call.cu_seqlens_q is None else call.cu_seqlens_q.long().diff()

@@ -53,7 +53,7 @@ class Tapes:
                 all_there = all_there and address != 0
             elif x is not None:
                 found[name] = x
-        # An address of 0: a tensor without numbers, or memory that was given back, which `launch` refuses. Within a recording it is part of it.
+        # An address of 0: a tensor without elements, or memory that was given back, which `launch` refuses. Within a recording it is part of it.
         if not all_there:
             launch()
             return
@@ -115,7 +115,7 @@ class Tape:
         self._launches.append((start, direct, kept, tuple(places)))
 
     def _origin(self, name: str, x: Tensor) -> Hashable | None:
-        """Whose memory x is: that of the tensor of its name, or of the only one that begins there; None where nobody can say."""
+        """The origin of x's memory: the tensor of its name, or the only one that begins there; None where nobody can say."""
         address = x.data_ptr()
         if self._addresses.get(name) == address:
             return name

@@ -82,7 +82,7 @@ def interpreted() -> bool:
 
 LEAST_TRITON = 3, 6
 LEAST_TRITON_OF_BLACKWELL = 3, 9  # before it, products with bounds known at run time differ from run to run
-LEAST_PTXAS = 13, 3  # on Hopper: older ones use a product's operands in registers too early, and give wrong numbers
+LEAST_PTXAS = 13, 3  # on Hopper: older ones use a product's operands in registers too early, and give wrong results
 
 
 @functools.cache

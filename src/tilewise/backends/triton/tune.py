@@ -26,7 +26,7 @@ from tilewise.problem import Call
 PASSES = "forward", "dkdv", "dq"
 TILES = {"forward": ((64, 128), (32, 64, 128)), "dkdv": ((16, 32, 64, 128), (32, 64, 128)), "dq": ((32, 64, 128), (16, 32, 64, 128))}
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
-MOST_SUMS = 160  # numbers that a thread adds up at most: beyond that everything spills
+MOST_SUMS = 160  # elements that a thread accumulates at most: beyond that everything spills
 LEAST_SUMS = 16
 SPILLED_BYTES = 64  # a thread's stack, at most
 MASKS: tuple[Mask, ...] = (Full(), Causal())
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     seqlen: int = 8192
     hidden: int = 2048
     masks: tuple[Mask, ...] = MASKS
-    precisions: tuple[str | None, ...] = (None,)  # or recipes whose products of q and k are of int8, of the forward pass
+    precisions: tuple[str | None, ...] = (None,)  # or recipes with int8 products of q and k, of the forward pass
 
     @property
     def multiplied(self) -> torch.dtype:
@@ -150,7 +150,7 @@ def search(
     processes: int | None = None,
 ) -> dict[Job, list[Found]]:
     """Each job's configurations from the fastest on, the one that ships among them, whatever it spills; `time` measures calls in turns. Of `most`
-    other candidates a job, compiled by so many processes.
+    other candidates a job, compiled by `processes` processes.
     """
     todo = [(job, config) for job in jobs for config in dict.fromkeys([shipped(job), *itertools.islice(candidates(job), most)])]
     able = [each for each in compile_all(todo, processes) if not each.wrong or each.config == shipped(each.job)]

@@ -18,7 +18,7 @@ class Impl(Protocol):
     @property
     def name(self) -> str: ...
 
-    # One that sets `heads_first = True` is given inputs whose memory is (batch, heads, seqlen, head_dim), so that it copies none. One that sets
+    # One that sets `heads_first = True` is given inputs stored as (batch, heads, seqlen, head_dim), so that it copies none. One that sets
     # `in_eight_bits = True` is held to the tolerance of testing/eight_bits.py in place of that for 16 bits and more.
 
     def why_not(self, workload: Workload, device: torch.device) -> list[str]:

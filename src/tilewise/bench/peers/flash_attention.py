@@ -46,7 +46,7 @@ def _window(workload: Workload, unbounded: int | None = -1) -> tuple[bool, int |
 
 
 def _first(result) -> Tensor:
-    """O: some versions return the LSE beside it."""
+    """O: some versions return the LSE with it."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -100,7 +100,7 @@ def _longest(cu_seqlens) -> int:
 
 @dataclass(frozen=True)
 class FlashAttentionDecode:
-    """Dao-AILab's kernels on caches. `pages`: a page is a multiple of so many tokens."""
+    """Dao-AILab's kernels on caches. `pages`: a page is a multiple of this many tokens."""
 
     name: str
     module: str

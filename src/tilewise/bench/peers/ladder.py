@@ -64,7 +64,7 @@ class BackwardOnLadder:
 
 
 class _WithRung(torch.autograd.Function):
-    """Attention of q, k, v (batch, seqlen, heads, head_dim), whose gradients are a rung's."""
+    """Attention of q, k, v (batch, seqlen, heads, head_dim), with a rung's gradients."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, rung: BackwardRung, causal: bool, scale: float) -> Tensor:

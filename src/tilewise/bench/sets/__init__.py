@@ -132,7 +132,7 @@ def workloads_from(options: Mapping[str, str]) -> list[Workload]:
 
 
 def chosen(workloads: list[Workload], patterns: str | None) -> list[Workload]:
-    """Those whose names or ids match one of the comma-separated shell patterns; all for None; ValueError where none does."""
+    """Those with a name or id that matches one of the comma-separated shell patterns; all for None; ValueError where none does."""
     if patterns is None:
         return workloads
     wanted = [pattern.strip() for pattern in patterns.split(",")]

@@ -138,7 +138,7 @@ def title_of(case: dict) -> str:
 
 
 def decode_cells(most_bytes: int | None = None) -> list[Cell]:
-    """The set, of those cells whose caches take at most so many bytes: what tells most comes first."""
+    """The set's cells with caches of at most `most_bytes` bytes: what tells most comes first."""
     first = [cell for page in PAGES for cell in _grid(HEADS[0], page, 1)]
     rest = [cell for heads in HEADS[1:] for page in PAGES for cell in _grid(heads, page, 1)]
     several = [cell for heads in HEADS for page in PAGES for cell in _grid(heads, page, 4)]
@@ -204,7 +204,7 @@ class Caches:
 
 
 class Pool:
-    """Normal numbers in memory, drawn once, out of which every cell's caches are cut."""
+    """Standard normal elements in memory, drawn once, out of which every cell's caches are cut."""
 
     def __init__(self, device: torch.device, cold_bytes: int | None = None) -> None:
         self.device = device

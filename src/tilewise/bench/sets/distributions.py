@@ -1,7 +1,7 @@
-"""What the numbers of a workload are like: `DISTRIBUTIONS`, from the standard normal ones to those that make attention slow or wrong.
+"""What the elements of a workload are like: `DISTRIBUTIONS`, from the standard normal ones to those that make attention slow or wrong.
 
 Each is a function of standard normal inputs in fp32, made from a seeded generator on the inputs' own device; rounding to the workload's dtype
-comes after it. `finite` tells those whose inputs, and whose results by exact arithmetic, are finite from those that hold NaN or infinities;
+comes after it. `finite` tells those with finite inputs, and finite results by exact arithmetic, from those that hold NaN or infinities;
 `limit` is how many times the time on normal inputs an implementation may take, if its speed is to be called independent of the data.
 """
 
@@ -247,7 +247,7 @@ def _in_padding(bad: float) -> Change:
 
 
 def _overflown(x: Inputs, source: Source) -> Inputs:
-    """A step of training in fp16 whose loss scale was too large: a tenth of dO (without a backward pass, of q) is infinite."""
+    """A step of training in fp16 with a loss scale that was too large: a tenth of dO (without a backward pass, of q) is infinite."""
     spoiled = (x.d_o if source.grad else x.q) * 4e4
     spoiled = torch.where(spoiled.abs() > torch.finfo(torch.float16).max, spoiled.sign() * torch.inf, spoiled)
     return x._replace(d_o=spoiled) if source.grad else x._replace(q=spoiled)

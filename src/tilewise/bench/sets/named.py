@@ -105,7 +105,7 @@ def gpu_cross(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd")
 
 
 def fp8_sweep(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
-    """The papers' sweep from 2,048 tokens on, for contenders in 8 bits beside those in 16; with errors."""
+    """The papers' sweep from 2,048 tokens on, for contenders in 8 bits as well as those in 16; with errors."""
     return [replace(cell, rms=True) for cell in _sweep("fp8", (2048, 8192, 16384), (64, 128, 256), 2048, 16384, dtype, direction)]
 
 
@@ -237,7 +237,7 @@ def hard_inputs(
 
 
 def padded(seqlen: int) -> Documents:
-    """The mask of a sequence whose last sixteenth, and a few tokens more, are padding."""
+    """The mask of a sequence that ends in padding, a sixteenth of it and a few tokens more."""
     return Documents([0, max(1, seqlen - seqlen // 16 - 5)], inner=Full())
 
 
@@ -257,7 +257,7 @@ PAIR = {"bias": "hqk", "bias_grad": True}
 # The set `models`: one layer's attention in models that people run, by their published configurations, at lengths that they are trained or used at.
 # A row a line: name, batch, queries (and keys, where they are not as many), heads (of queries:keys), head_dim (and head_dim_v), mask, and what else
 # changes scores, as fields of `Workload`: Gemma's softcap and scale, gpt-oss's sinks, the learnt biases of T5 and AlphaFold, which all sequences of a
-# batch share and whose gradient a training wants.
+# batch share and which need a gradient in training.
 ROWS = [
     # decoders, in training and prefill
     ("Llama-3-8B", 1, 8192, "32:8", 128, Causal()),

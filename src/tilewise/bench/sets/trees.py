@@ -38,7 +38,7 @@ def trees(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> 
 
 
 def drawn(nodes: int, tokens: int) -> PrefixTree:
-    """A tree of so many nodes, depth first, always the same: half of them continue the one before, as turns do, the others branch off from any
+    """A tree of `nodes` nodes, depth first, always the same: half of them continue the one before, as turns do, the others branch off from any
     of its ancestors. Lengths are those between cuts at random."""
     draw = random.Random(nodes)
     path: list[int] = []

@@ -220,7 +220,7 @@ class Workload:
     def inputs(self, seed: int, device: torch.device | str = "cpu", heads_first: bool = False) -> Inputs:
         """Fresh tensors of the workload's distribution; q, k, v take gradients when the direction has a backward.
 
-        `heads_first`: the same numbers in memory that is (batch, heads, seqlen, head_dim). Where `scale` is given, q has it taken out, over the usual
+        `heads_first`: the same elements, stored as (batch, heads, seqlen, head_dim). Where `scale` is given, q has it taken out, over the usual
         one: models without a scale begin with such weights, and scores are of the usual size.
         """
         generator = torch.Generator(device).manual_seed(seed)
@@ -245,12 +245,12 @@ class Workload:
         return Inputs(*(x.requires_grad_(self.grad) for x in (q, k, v)), d_o)
 
     def extras(self, seed: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The tensors that a call takes beside q, k and v, by the names of `tilewise.attention`: "bias" of `bias_shape`, "sink" (heads_q,), and
-        "alibi_slopes" (heads_q,) fp32, which are `slopes`.
+        """The tensors that a call takes other than q, k and v, by the names of `tilewise.attention`: "bias" of `bias_shape`, "sink" (heads_q,),
+        and "alibi_slopes" (heads_q,) fp32, which are `slopes`.
 
-        Standard normal numbers in the workload's dtype; a sink takes a gradient where the direction has a backward, a bias with `bias_grad`.
+        Standard normal elements in the workload's dtype; a sink takes a gradient where the direction has a backward, a bias with `bias_grad`.
         """
-        generator = torch.Generator(device).manual_seed(seed + 1_000_003)  # numbers of their own, whatever `inputs` draws
+        generator = torch.Generator(device).manual_seed(seed + 1_000_003)  # a stream of its own, whatever `inputs` draws
         shapes = {"bias": self.bias_shape if self.bias else None, "sink": (self.heads_q,) if self.sink else None}
         wants = {"bias": self.grad and self.bias_grad, "sink": self.grad}
         drawn = {

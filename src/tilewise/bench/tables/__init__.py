@@ -71,7 +71,7 @@ def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
     """Write the tables between the markers of these markdown files; the files that changed.
 
     A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +);
-    `NAME:SET:DIRECTION` of those in one direction; `NAME:SET:DIRECTION:DEVICE` of machines whose device's name contains DEVICE (h100).
+    `NAME:SET:DIRECTION` of those in one direction; `NAME:SET:DIRECTION:DEVICE` of machines with DEVICE in the device's name (h100).
     Raises ValueError for a name that is no table, for a begin without its end, and for a table with several devices side by side.
     """
     rows, changed = list(rows), []
@@ -105,7 +105,7 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
 
 
 def _side_by_side(rows: list[Row]) -> list[str]:
-    """Devices whose rows are of the same case and clock, and so would stand side by side."""
+    """Devices with rows of the same case and clock, which so would stand side by side."""
     found: dict[tuple, set[str]] = {}
     for row in rows:
         found.setdefault((row.name, describe(row.case), row.clock), set()).add(row.device)

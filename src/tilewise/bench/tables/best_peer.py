@@ -1,4 +1,4 @@
-"""Tables that set ours beside the fastest peer: of any workloads, of the set `models` by both clocks, and of decoding; and why ours is behind."""
+"""Tables of ours against the fastest peer: of any workloads, of the set `models` by both clocks, and of decoding; and why ours is behind."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -39,7 +39,7 @@ def against(rows: Iterable[Row], theirs: str = "sdpa") -> str:
 
 
 def against_best(rows: Iterable[Row]) -> str:
-    """Ours beside the fastest peer on each case, as a markdown table with the geometric mean of the ratios; below 1 it is slower."""
+    """Ours against the fastest peer on each case, as a markdown table with the geometric mean of the ratios; below 1 it is slower."""
     rows = [row for row in latest(rows) if row.median_s is not None]
     compared = pairs(cells_by_clock(rows))
     measure = metric_of("throughput", rows)
@@ -169,7 +169,7 @@ def decode_tables(rows: Iterable[Row]) -> str:
 
 
 def rungs_table(rows: Iterable[Row]) -> str:
-    """The ladder's rungs beside tilewise.decode and the fastest peer, on the cells that a rung has a time of: microseconds (TB/s)."""
+    """The ladder's rungs next to tilewise.decode and the fastest peer, on the cells that a rung has a time of: microseconds (TB/s)."""
     compared = [cell for cell in cells_of_decode(rows) if any(name in cell.timed for name in DECODE_RUNGS)]
     if not compared:
         return "Not measured yet."
@@ -214,7 +214,7 @@ def _even(compared: list[Cell]) -> str:
 
 
 def _latent(compared: list[Cell]) -> str:
-    """A line a batch and length of a latent cache, whose bytes count once."""
+    """A line a batch and length of a latent cache, with its bytes counted once."""
     case = compared[0].case
     new = f"{case['seqlen_q']} new token{'s' if case['seqlen_q'] != 1 else ''}"
     lines = [

@@ -1,4 +1,4 @@
-"""The set `hard-inputs` as tables: what each distribution costs us in time and accuracy, beside the best of the peers; and a verdict a condition."""
+"""The set `hard-inputs` as tables: what each distribution costs us in time and accuracy, against the best of the peers; and a verdict a condition."""
 
 from collections.abc import Callable, Iterable
 
@@ -63,7 +63,7 @@ def hard_tables(rows: Iterable[Row]) -> str:
 
 
 def hard_verdicts(rows: Iterable[Row]) -> str:
-    """A line a condition: the worst slow-down of finite inputs and of the others, the worst error beside the best peer's, and what was wrong."""
+    """A line a condition: the worst slow-down of finite inputs and of the others, the worst error against the best peer's, and what was wrong."""
     return "\n".join(_verdicts(_conditions(rows)))
 
 
@@ -74,7 +74,7 @@ def _conditions(rows: Iterable[Row]) -> dict[Condition, dict[str, Cell]]:
         case = cell.case
         if MINE in cell.timed or MINE in cell.untimed:
             if cell.mine is None:
-                cell.timed.clear()  # no peer stands beside a result that is wrong
+                cell.timed.clear()  # no peer is compared with a result that is wrong
             condition = (case["dtype"], case["seqlen_k"], case["head_dim"], case["direction"], case["mask"])
             conditions.setdefault(condition, {})[case.get("data", NORMAL)] = cell
     return conditions

@@ -155,7 +155,7 @@ def decode(
     tiles: m_tiles * batch; RAGGED m_tiles, of all sequences and of the rows behind the last, which make one more that has no keys.
     low, high: a query at position p sees keys p + low to p + high. piece: keys of a part, with FIXED, or of one at least.
     RANK, WORLD, RUN: as `shares.held`; lengths and what a row sees are positions until they are made keys of the cache.
-    JOINS: another launch has the first `prefix` keys of sequences whose every query sees these.
+    JOINS: another launch has the first `prefix` keys of sequences in which every query sees these.
     """
     h_k, rest = tl.program_id(0) % heads_k, tl.program_id(0) // heads_k
     split, tile = rest % splits, rest // splits

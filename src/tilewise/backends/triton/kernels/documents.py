@@ -8,7 +8,7 @@ import triton.language as tl
 def document_of(at, place, documents, last, GROUP: tl.constexpr = 1, TILE: tl.constexpr = 0):
     """The document of each place: the largest d with cu_seqlens[d] <= place, of those below `documents`; bad cu_seqlens lead to no other memory.
 
-    With TILE a place is a tile of so many rows, of which a token has GROUP: document d's first is cu_seqlens[d] GROUP // TILE + d, so that it has
+    With TILE a place is a tile of TILE rows, of which a token has GROUP: document d's first is cu_seqlens[d] GROUP // TILE + d, so that it has
     as many as it needs.
     """
     low = place * 0

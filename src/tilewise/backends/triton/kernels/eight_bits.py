@@ -1,6 +1,6 @@
-"""Q, K and V of 16 bits in 8, to the bit as backends/eight_bits.py has it, and what the forward pass does with numbers of 8 bits.
+"""Q, K and V of 16 bits in 8, to the bit as backends/eight_bits.py has it, and what the forward pass does with elements of 8 bits.
 
-Numbers of e4m3 are held in fp16, which has them all, so that every GPU multiplies them: the products are the same, and sums are fp32's. Q and K have
+Values of e4m3 are held in fp16, which has them all, so that every GPU multiplies them: the products are the same, and sums are fp32's. Q and K have
 no NaN: a row of Q that is not finite has a factor of NaN, and of keys `k_lost` tells. V keeps its own, of which `repair` clears what is hidden.
 """
 
@@ -15,11 +15,11 @@ P_SCALE = tl.constexpr(eight_bits.P_SCALE)
 LEAST = tl.constexpr(eight_bits.LEAST)
 MOST = tl.constexpr(eight_bits.MOST[eight_bits.E4M3])
 SIGNS = tl.constexpr(tuple(word - (word >> 31 << 32) for word in eight_bits.SIGNS))  # as int32
-INTEGERS = tl.constexpr(1.5 * 2.0**23)  # beside it fp32 has integers alone, 2^22 each way
+INTEGERS = tl.constexpr(1.5 * 2.0**23)  # around it fp32 has integers alone, 2^22 each way
 INTEGERS_BITS = tl.constexpr(0x4B400000)
 
 
-# Numbers
+# Elements
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _rounded(x, inverse, dtype: tl.constexpr, MOST_OF: tl.constexpr):
 
 @triton.jit
 def _scale(largest, MOST_OF: tl.constexpr):
-    """The scale of numbers up to `largest`, and what they are multiplied by before they are rounded."""
+    """The scale of elements up to `largest`, and what they are multiplied by before they are rounded."""
     some = largest >= LEAST
     inverse = tl.div_rn(tl.full(largest.shape, 1.0, tl.float32), tl.where(some, largest, 1.0)) * MOST_OF
     return tl.where(some, largest * (1.0 / MOST_OF), 1.0), tl.where(some, inverse, 1.0)
@@ -76,7 +76,7 @@ def _counted(cu_k, documents, tokens, seqlen_k, ENDS: tl.constexpr):
 
 @triton.jit
 def _rows(x, first, row, x_row, channels, tokens, COLUMNS: tl.constexpr):
-    """Rows from `first` on, in fp32, and which of their numbers exist."""
+    """Rows from `first` on, in fp32, and which of their elements exist."""
     exists = (first + row < tokens)[:, None] & (channels < COLUMNS)[None, :]
     x += tl.cast(first, tl.int64) * x_row
     return tl.load(x + row[:, None] * x_row + channels[None, :], mask=exists, other=0.0).to(tl.float32), exists
@@ -215,7 +215,7 @@ def quantise_v(
 
 @triton.jit
 def no_products(q, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, EMULATED: tl.constexpr):
-    """What products of a tile are added to. int8: sums of up to 256 products lie within 2^22, and are a number of fp32 beside INTEGERS."""
+    """What products of a tile are added to. int8: sums of up to 256 products lie within 2^22, so fp32 has them all around INTEGERS."""
     if EMULATED or q.dtype != tl.int8:
         acc = tl.zeros([TILE_M, TILE_N], tl.float32)
     else:
@@ -273,7 +273,7 @@ def scaled(x, n, keys, seqlen_k, scales, MASKED: tl.constexpr, SOFTCAP: tl.const
 
 @triton.jit
 def weighed(p, keys, seqlen_k, v_weights, sees, MASKED: tl.constexpr):
-    """P times each key's scale of V over the largest of its tile; hidden keys, whose scale may be NaN, have 0."""
+    """P times each key's scale of V over the largest of its tile; hidden keys, which may have a scale of NaN, have 0."""
     p = p * tl.load(v_weights + keys, mask=keys < seqlen_k, other=0.0)[None, :]
     return tl.where(sees, p, 0.0) if MASKED else p
 

@@ -1,4 +1,4 @@
-"""Products of tiles, and numbers in 16 bits."""
+"""Products of tiles, and elements in 16 bits."""
 
 import triton
 import triton.language as tl
@@ -44,7 +44,7 @@ def _cut(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr, EMULATED: tl.constexpr):
-    """fp32 in another dtype, rounded to nearest even; the interpreter cuts bf16's bits off, and is given numbers that lose nothing."""
+    """fp32 in another dtype, rounded to nearest even; the interpreter cuts bf16's bits off, and is given values that lose nothing."""
     if EMULATED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + (((bits >> 16) & 1) + 0x7FFF)) & 0xFFFF0000
@@ -54,7 +54,7 @@ def narrow(x, dtype: tl.constexpr, EMULATED: tl.constexpr):
 
 @triton.jit
 def load_rows(at, rows, stride, columns, limit, COLUMNS: tl.constexpr, TAIL: tl.constexpr):
-    """A tile (rows, columns) of a matrix whose rows are `stride` elements apart: those below `limit`, where TAIL says that some may not be.
+    """A tile (rows, columns) of a matrix with rows `stride` elements apart: those below `limit`, where TAIL says that some may not be.
 
     COLUMNS: how many columns exist, if fewer than the tile's; 0 where all do.
     """

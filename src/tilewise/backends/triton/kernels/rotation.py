@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def turned(x, at, columns, exists, position, cos, sin, cos_row, sin_row, pairs, positions, INTERLEAVED: tl.constexpr):
-    """x (rows, columns) in fp32, rotated: the numbers at `at + columns` of the rows that exist. at: (rows, 1) pointers to the first column; position
-    and exists: (rows, 1).
+    """x (rows, columns) in fp32, rotated: the elements at `at + columns` of the rows that exist. at: (rows, 1) pointers to the first column;
+    position and exists: (rows, 1).
     """
     if INTERLEAVED:
         pair = columns // 2

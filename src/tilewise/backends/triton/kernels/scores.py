@@ -88,7 +88,7 @@ def log(x):
 def kept(rows, blocks, pair, draw, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Which pairs dropout keeps, bool (ROWS, 4 BLOCKS), of query rows and of blocks of four keys; pair: number of batch entry and head.
 
-    draw: seed, offset and threshold; where rows and heads are those of a larger call also the rows' numbers there, its heads, which of these is the
+    draw: seed, offset and threshold; where rows and heads are those of a larger call also the rows' indices there, its heads, which of these is the
     call's first, and the call's own heads.
     """
     if len(draw) > 3:
