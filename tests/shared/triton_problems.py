@@ -16,8 +16,10 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.backends.triton import Triton
+from tilewise.backends.triton.bound import Bound
+from tilewise.backends.triton.kernels import bias as bias_gradient
 from tilewise.backends.triton.targets import Target
-from tilewise.masks import Causal, Part
+from tilewise.masks import Causal, Full, Part
 from tilewise.problem import Call, DecodeCall, Dropout
 from tilewise.testing import poison
 
@@ -253,3 +255,14 @@ def drops_what_the_whole_call_would(hidden: bool) -> None:
     wanted = whole[0][:, places, 3:], whole[1][:, places, 3:], whole[2][:, :, 1:], whole[3][:, :, 1:], whole[4][:, 3:, places]
     for x, y in zip(ours, wanted, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-6, atol=4e-6)
+
+
+def no_queries_have_no_gradient_of_a_bias() -> None:
+    """dBias has no element then, and nothing is to be written."""
+    k, bias = torch.randn(2, 40, 1, 16), torch.empty(1, 2, 0, 40, requires_grad=True)
+    call = Call(q=torch.empty(2, 0, 2, 16), k=k, v=k, mask=Full(), scale=1.0, bias=bias, grad=True)
+    bound, launched = Bound(call), []
+    o, lse = bound.results(call)
+    with mock.patch.object(bound, "run", lambda function, *_, **__: lambda *_: launched.append(function)):
+        *_, d_bias, _sink = bound.backward(call.q, k, k, o, lse, o, None, call.extras, True)
+    assert d_bias is not None and d_bias.shape == bias.shape and launched and bias_gradient.dbias not in launched

@@ -109,7 +109,7 @@ def run_scattered(backend: Backend, case: Case, seed: int = 0, device: Device = 
     call, (d_o, d_lse) = make(case, seed, device, grad=True), upstream(case, seed, device)
     q, k, v, d_o = (x.clone() for x in (call.q, call.k, call.v, d_o))
     v[torch.rand(v.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu").to(device) < 2e-3] = torch.nan
-    if call.seqlen_q and call.seqlen_k:
+    if call.batch and call.seqlen_q and call.seqlen_k:
         for row in (call.seqlen_q // 7, call.seqlen_q * 2 // 3):
             q[:, row, -1] = torch.nan
         k[:, call.seqlen_k * 7 // 8, 0, 0] = torch.nan

@@ -165,10 +165,12 @@ def test_all_heads_descend_under_tables(heads, heads_interleaved):
         (PrefixLM(9), False),
         (PerHead({(0, 4): Causal(), (4, 8): FirstKeys(9)}), False),
         (PerHead({(0, 3): Causal(), (3, 8): FirstKeys(9)}), True),
+        (Part(SlidingWindow(99, 0), 900, [(0, 900)]), True),
+        (Part(SlidingWindow(9999, 0), 900, [(0, 900)]), False),
     ],
     ids=str,
 )
-def test_a_group_walks_together_where_its_heads_see_the_same(mask, apart):
+def test_a_group_walks_together_where_its_heads_see_the_same_and_much(mask, apart):
     for dim in (64, 128, 192):
         q, k = (torch.empty(2, 900, heads, dim, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
         assert plan.config_of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True)).q_heads_in_turn == (apart or dim > 128)
@@ -176,7 +178,7 @@ def test_a_group_walks_together_where_its_heads_see_the_same(mask, apart):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("mask", [Causal(), TREE, SINK, PerHead({(0, 3): Causal(), (3, 8): FirstKeys(9)})], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(99, 0), TREE, SINK, PerHead({(0, 3): Causal(), (3, 8): FirstKeys(9)})], ids=str)
 def test_parts_add_to_dq_in_one_order(mask, dim):
     """That of the whole call, whatever their rows and heads: all heads descend. Those of a group walk as they do there."""
     apart = set()
@@ -191,7 +193,7 @@ def test_parts_add_to_dq_in_one_order(mask, dim):
                 found = plan.Plan.of(Call(q=q, k=k, v=k, mask=part, scale=1.0, grad=True), H100)
                 assert found.turns[0][1].ascending == 0
                 apart |= {found.config.q_heads_in_turn} if heads_k < last - first else set()
-    assert apart == {isinstance(mask, PerHead)}
+    assert apart == {isinstance(mask, PerHead | SlidingWindow)}
 
 
 def test_a_board_is_known_by_its_cache(monkeypatch):

@@ -4,6 +4,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import triton_problems as problems
 
 from tests.shared.interpreted import interpreted
 from tilewise.masks import PerHead
@@ -42,3 +43,7 @@ def test_nothing_hidden_is_read(case, name):
 def fewer_heads(case: cases.Case) -> bool:
     """Whether the case is none of as many heads as it has: sums again, pair by pair, take ten times as long as the rest."""
     return (case.heads_q, case.heads_k) == (4, 2) and not isinstance(case.mask, PerHead) and "x4x" not in repr(case.mask)
+
+
+def test_no_queries_have_no_gradient_of_a_bias():
+    interpreted(problems.no_queries_have_no_gradient_of_a_bias)

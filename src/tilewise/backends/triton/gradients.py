@@ -83,7 +83,7 @@ class Gradients:
         batch, heads, rows, _ = d_bias.shape
         each = {"EACH_BATCH": batch > 1, "EACH_HEAD": heads > 1, "EACH_ROW": rows > 1}
         m_tiles, n_tiles = -(-bound.like.seqlen_q // self.dq.tile_m), -(-bound.like.seqlen_k // self.dq.tile_n)
-        programs = n_tiles * (m_tiles if rows > 1 else 1) * batch * heads
+        programs = n_tiles * (m_tiles if rows > 1 else 1) * batch * heads if rows else 0
         if programs:
             more = {"d_bias": d_bias, "batch": bound.batch, "m_tiles": m_tiles, "n_tiles": n_tiles}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | more | self.queries.of(*packed[:2])

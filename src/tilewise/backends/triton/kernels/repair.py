@@ -14,6 +14,9 @@ from tilewise.backends.triton.kernels.products import load_rows, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
+# Beyond it fp32 rounds a score by so much that exp(score - LSE) means nothing: what such a row has, NaN and all, is what it keeps.
+LARGEST_LSE = tl.constexpr(2.0**30)
+
 
 @triton.jit
 def _kept_of(rows, key, pair, draw, ROWS: tl.constexpr):
@@ -102,7 +105,7 @@ def repair_rows(
     at = pair.to(tl.int64) * seqlen_q + rows
     lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
     old = load_rows(x, row, x_row, own, limit, own_columns, True).to(tl.float32)
-    spoiled = (old != old) & (lse_rows == lse_rows)[:, None]
+    spoiled = (old != old) & ((tl.abs(lse_rows) < LARGEST_LSE) | (lse_rows == float("-inf")))[:, None]
     if tl.max(spoiled.to(tl.int32)) > 0:
         q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + at_m * q_row
         k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
