@@ -18,8 +18,9 @@ import tilewise as tw
 from tilewise.backends.triton import Triton
 from tilewise.backends.triton.bound import Bound
 from tilewise.backends.triton.kernels import bias as bias_gradient
+from tilewise.backends.triton.kernels import repair
 from tilewise.backends.triton.targets import Target
-from tilewise.masks import Causal, Full, Part
+from tilewise.masks import Causal, Full, Mask, Part
 from tilewise.problem import Call, DecodeCall, Dropout
 from tilewise.testing import poison
 
@@ -266,3 +267,25 @@ def no_queries_have_no_gradient_of_a_bias() -> None:
     with mock.patch.object(bound, "run", lambda function, *_, **__: lambda *_: launched.append(function)):
         *_, d_bias, _sink = bound.backward(call.q, k, k, o, lse, o, None, call.extras, True)
     assert d_bias is not None and d_bias.shape == bias.shape and launched and bias_gradient.dbias not in launched
+
+
+def what_lies_beyond_all_rows_is_not_read(mask: Mask, visible: int) -> None:
+    """The kernels that mend what a hidden NaN has reached have nothing to do where keys and queries from `visible` on are hidden from all."""
+    q, k, v, d_o = (torch.randn(2, 150, heads, 16, dtype=torch.float16) for heads in (2, 1, 1, 2))
+    found = []
+    for hidden in (0.0, math.nan):
+        for x in (q, k, v, d_o):
+            x[:, visible:] = hidden
+        call = Call(q=q, k=k, v=v, mask=mask, scale=0.3, grad=True)
+        bound, without = Bound(call), {}
+        run = bound.run
+
+        def unmended(function, *given, run=run, without=without, **more):
+            return without.setdefault if function in (repair.repair_rows, repair.repair_columns) else run(function, *given, **more)
+
+        with mock.patch.object(bound, "run", unmended):
+            o, lse = bound.results(call)
+            grads = bound.backward(q, k, v, o, lse, d_o, None, call.extras, False)[:3]
+        found.append([x[:, :visible] for x in (o, *grads)])
+        assert without  # the kernels that mend were asked for
+    assert all(map(torch.equal, *found))

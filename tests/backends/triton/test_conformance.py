@@ -7,7 +7,7 @@ import pytest
 import triton_problems as problems
 
 from tests.shared.interpreted import interpreted
-from tilewise.masks import PerHead
+from tilewise.masks import Causal, Documents, PerHead
 from tilewise.testing import cases, conformance
 
 pytest.importorskip("triton")
@@ -47,3 +47,8 @@ def fewer_heads(case: cases.Case) -> bool:
 
 def test_no_queries_have_no_gradient_of_a_bias():
     interpreted(problems.no_queries_have_no_gradient_of_a_bias)
+
+
+@pytest.mark.parametrize("mask", [Documents((0, 90)), Documents((0, 20, 90), inner=Causal())], ids=str)
+def test_what_lies_beyond_all_rows_is_not_read(mask):
+    interpreted(problems.what_lies_beyond_all_rows_is_not_read, mask, 90)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
-from tilewise.backends.triton.kernels.visible import by_table, interval, walk
+from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
 @triton.jit
@@ -87,9 +87,10 @@ def _visit_keys(
 ):  # fmt: skip
     """dQ / scale with `count` more tiles of keys, as forward.py visits them."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
+    there = existing(seqlen_k, end, MASKED, MASK)
     for i in tl.range(0, count, num_stages=STAGES):
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
-        keys, limit = n + columns, seqlen_k - n
+        keys, limit = n + columns, there - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
         k_tile = load_rows(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         x = dot(q, tl.trans(k_tile), tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
@@ -208,11 +209,12 @@ def _visit_queries(
 ):  # fmt: skip
     """dK / scale and dV / keep_scale with `count` more tiles of queries of each of `heads_here` query heads, which share the keys."""
     columns, dims, v_dims = tl.arange(0, TILE_M), tl.arange(0, DIM), tl.arange(0, V_DIM)
+    there = existing(seqlen_q, end, MASKED, MASK)
     for step in tl.range(0, count * heads_here, num_stages=STAGES):
         head = step // count
         i = step - head * count
         m = (first + i + tl.where(i >= left, skip, 0)) * TILE_M
-        queries, limit = m + columns, seqlen_q - m
+        queries, limit = m + columns, there - m
         q_at = q + head.to(tl.int64) * q_head + m.to(tl.int64) * q_row
         d_o_at = d_o + head.to(tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
         at = (pair + head).to(tl.int64) * seqlen_q + queries

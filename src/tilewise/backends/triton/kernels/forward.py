@@ -9,7 +9,7 @@ import triton.language as tl
 from tilewise.backends.triton.kernels import eight_bits
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
-from tilewise.backends.triton.kernels.visible import by_table, interval, walk
+from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
 @triton.jit
@@ -34,9 +34,10 @@ def _visit(
     """The softmax's state after `count` more tiles of keys, from `first` on; `skip` tiles are left out behind the first `left` ones."""
     columns = tl.arange(0, TILE_N)
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    there = existing(seqlen_k, end, MASKED, MASK)
     for i in tl.range(0, count, num_stages=STAGES):
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
-        keys, limit = n + columns, seqlen_k - n
+        keys, limit = n + columns, there - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
         if BIAS:  # ahead of the product: behind it Triton would take the maxima in the load's layout, and in the product's once more
             exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)

@@ -106,6 +106,9 @@ def repair_rows(
     lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
     old = load_rows(x, row, x_row, own, limit, own_columns, True).to(tl.float32)
     spoiled = (old != old) & ((tl.abs(lse_rows) < LARGEST_LSE) | (lse_rows == float("-inf")))[:, None]
+    if GRADIENT:  # a NaN of delta, too, is the formula's own
+        of_delta = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+        spoiled = spoiled & ((of_delta == of_delta) | (lse_rows == float("-inf")))[:, None]
     if tl.max(spoiled.to(tl.int32)) > 0:
         q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + at_m * q_row
         k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
@@ -175,6 +178,41 @@ def repair_rows(
 
 
 @triton.jit
+def _own_nan(
+    lse, delta, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes,
+    MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Of which keys dK, and dV, are NaN by the formula, as a query that sees them has a NaN for delta or LSE: 0 or 1, two of (TILE_N,)."""
+    of_k, of_v, row, column = tl.zeros([TILE_N], tl.int32), tl.zeros([TILE_N], tl.int32), tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    for head in range(0, GROUP):
+        r_first, r_last, r_free = 0, 1, 1
+        if MASK == "tiles":
+            span = spans + (tl.load(planes + pair + head) * n_tiles + n) * 3
+            r_first, r_free, r_last = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+        for r in range(r_first, r_last):
+            ref = -1
+            if MASK == "tiles":
+                first, last = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1)
+                ref = tl.where(r < r_free, tl.load(runs + r * 4 + 2), -1)
+            else:
+                first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
+            for m in range(first, last):
+                queries = m * TILE_M + column
+                if MASK == "tiles":
+                    sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
+                else:
+                    sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+                at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
+                of_lse = tl.load(lse + at, mask=queries < seqlen_q, other=0.0)
+                of_delta = tl.load(delta + at, mask=queries < seqlen_q, other=0.0)
+                of_delta = tl.where(of_lse == float("-inf"), 0.0, of_delta)  # hidden by a bias of -inf
+                nan = of_lse != of_lse
+                of_v = tl.maximum(of_v, tl.max((sees & nan[None, :]).to(tl.int32), 1))
+                of_k = tl.maximum(of_k, tl.max((sees & (nan | (of_delta != of_delta))[None, :]).to(tl.int32), 1))
+    return of_k, of_v
+
+
+@triton.jit
 def repair_columns(
     q, k, v, d_o, d_k, d_v, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
     d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
@@ -198,17 +236,23 @@ def repair_columns(
     d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + at_n * d_v_row
     old_k = load_rows(d_k, row, d_k_row, dims, limit, COLUMNS, True).to(tl.float32)
     old_v = load_rows(d_v, row, d_v_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
-    spoiled = tl.maximum(tl.max((old_k != old_k).to(tl.int32)), tl.max((old_v != old_v).to(tl.int32)))
-    if spoiled > 0:
+    begin, end = rows, rows
+    if MASK != "tiles":
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+    spoiled_k, spoiled_v = tl.max((old_k != old_k).to(tl.int32), 1), tl.max((old_v != old_v).to(tl.int32), 1)
+    if tl.max(spoiled_k | spoiled_v) > 0:
+        own_k, own_v = _own_nan(
+            lse, delta, rows, begin, end, seqlen_q, seqlen_k, (b * heads + head_k * GROUP), n_tiles, n, spans, runs, bands, bitmaps, planes,
+            MASK, GROUP, TILE_M, TILE_N,
+        )  # fmt: skip
+        spoiled_k, spoiled_v = spoiled_k & (1 - own_k), spoiled_v & (1 - own_v)
+    if tl.max(spoiled_k | spoiled_v) > 0:
         k += b.to(tl.int64) * k_batch + head_k.to(tl.int64) * k_head + at_n * k_row
         v += b.to(tl.int64) * v_batch + head_k.to(tl.int64) * v_head + at_n * v_row
         k_tile = load_rows(k, row, k_row, dims, limit, COLUMNS, True).to(tl.float32)
         v_tile = load_rows(v, row, v_row, v_dims, limit, V_COLUMNS, True).to(tl.float32)
         acc_k, acc_v = tl.zeros([TILE_N, WIDTH], tl.float32), tl.zeros([TILE_N, V_WIDTH], tl.float32)
         lost_k, lost_v = acc_k, acc_v
-        begin, end = rows, rows
-        if MASK != "tiles":
-            begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
         for head in range(0, GROUP):
             h = head_k * GROUP + head
             pair = b * heads + h

@@ -45,6 +45,17 @@ def walk(begin, end, rows, limit, TILE: tl.constexpr):
 
 
 @triton.jit
+def existing(limit, end, MASKED: tl.constexpr, MASK: tl.constexpr):
+    """How many columns are read where tiles are masked: those beyond every row's end are as if there were none, for their NaN would reach a product.
+
+    What lies ahead of a row's begin, or is hidden by a table, is left to repair.py.
+    """
+    if MASKED and MASK != "tiles":
+        limit = tl.minimum(limit, tl.max(end, 0))
+    return limit
+
+
+@triton.jit
 def by_table(ref, bands, bitmaps, rows, columns, places, bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Which pairs of a listed tile are visible, (rows, columns); places, bits: each row's and column's number in the tile of ROWS x COLUMNS.
 
