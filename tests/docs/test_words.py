@@ -44,5 +44,10 @@ def test_docstrings():
 def test_a_wrong_word_is_found():
     assert len(ROWS) > 10
     text = '''"""Ours, and\na batch   element of rivals."""\ndef f():\n    """Beside it, whose."""\n'''
-    assert wrong(docstrings(text), everywhere=True) == ["'rivals': write peer", "'batch   element': write batch entry"]
+    assert wrong(docstrings(text), everywhere=True) == [
+        '\'whose\': write "with ..." or "of which ...", or a sentence of its own',
+        "'Beside': write with, next to, against, under, as well",
+        "'rivals': write peer",
+        "'batch   element': write batch entry",
+    ]
     assert [each.split(":")[0] for each in wrong("Whose? This is short\nway.", everywhere=False)] == ["'Whose'", "'short\\nway'"]
