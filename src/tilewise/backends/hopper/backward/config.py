@@ -74,9 +74,8 @@ class ByKeys:
     dq_transposed: bool = False  # dQ^T = K^T dS^T, for a tile_m that is no multiple of 64
     shares: bool = False  # thread blocks may share the walk of a block of keys (shares.py); where all keys are seen
     q_heads_in_turn: bool = False  # the query heads of a group see different keys, and are walked with one after another; under "tiles"
-    block_per_q_head: bool = (
-        False  # each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "tiles"
-    )
+    # Each query head of a group has thread blocks of its own (members.py); where scores are plain, not under "tiles".
+    block_per_q_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,20 +187,16 @@ def _order(config: Config, batch: int, seqlen_q: int, heads_q: int, seqlen_k: in
     finish_lag = 3 * num_sms // 2 + n_blocks
     if config.mask_kind == "full":
         return num_sms, 0, 1, 1 if config.separate_dq_kernel else _side_by_side(config, heads, group, seqlen_q, gpu), 1, finish_lag
-    longest = _as_much_as_the_longest(n_blocks, num_sms)
+    longest, summed = _as_much_as_the_longest(n_blocks, num_sms), not config.separate_dq_kernel
     ascending, heads_interleaved = 0, _evenly(heads, longest)
-    if config.mask_kind == "causal" and not config.separate_dq_kernel:
+    if summed and config.mask_kind == "causal":
         ascending, heads_interleaved = _causal(config, heads, group, seqlen_q, n_blocks, num_sms)
-    elif (
-        config.mask_kind == "tiles" and not config.separate_dq_kernel
-    ):  # whatever rows and heads a part has: dQ is added up in the order of the whole call
+    elif summed and config.mask_kind == "tiles":  # whatever rows and heads a part has: dQ is added up in the order of the whole call
         heads_interleaved = _evenly(heads, num_sms // OF_A_HEAD)
-    elif (
-        config.mask_kind == "varlen" and not config.separate_dq_kernel
-    ):  # likely to be like causal ones, and shorter than all of them together
+    elif summed and config.mask_kind == "varlen":  # likely to be like causal ones, and shorter than all of them together
         heads_interleaved = min(heads, _descending(config, n_blocks, num_sms))
         ascending = heads - heads_interleaved
-    if narrow and group == 1 and not config.separate_dq_kernel:  # walks of equal length: few heads descend
+    if summed and narrow and group == 1:  # walks of equal length: few heads descend
         heads_interleaved = min(heads, NARROW if config.head_dim > 64 else 2 * NARROW)
         ascending = heads - heads_interleaved
     chains = group * -(-seqlen_q // config.tile_m)  # of additions to dQ, one a tile, for the blocks of a key head
