@@ -223,9 +223,9 @@ def test_shares_fitted_to_units(case, slots):
     """As equal ones, right, and the same bits again."""
     call = made(case)
     for alone in (0, 4, None):
-        found = run(call, slots=slots, cut=Cut(alone=alone))
+        found = run(call, slots=slots, cut=Cut(solo_speedup_x4=alone))
         held(call, *found)
-        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(alone=alone))))
+        assert all(map(torch.equal, found, run(call, PACES[0], slots=slots, cut=Cut(solo_speedup_x4=alone))))
 
 
 @pytest.mark.slow

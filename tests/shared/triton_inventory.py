@@ -102,11 +102,11 @@ def cases() -> Iterator[Case]:
             yield from (Case(arch, name, feature=feature) for feature in ("bias", "dropout"))
             yield Case(arch, name, fp32)
         yield from (Case(arch, name) for arch in OTHERS)
+        yield Case("sm_80", name, feature="odd")
         for arch in RARE:
             yield Case(arch, name, torch.float16, 96, "varlen")
             yield Case(arch, name, head_dim=40, aligned=False)
             yield Case(arch, name, feature="part")
-            yield Case(arch, name, feature="odd")
     for arch in FAMILIES:
         yield from (Case(arch, "forward", head_dim=dim, feature="int8") for dim in CLASSES if arch != "gfx950" or dim < 192)
         yield from (Case(arch, "forward", feature=feature) for feature in ("int8_qk", "fp8"))

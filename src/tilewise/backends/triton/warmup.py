@@ -64,8 +64,10 @@ def kernels(cell: Cell, target: Target) -> list[Kernel]:
 def of_attention(cell: Cell, target: Target) -> list[Kernel]:
     if max(cell.head_dim, cell.head_dim_v) > 2 * MOST_DIM:
         return []
-    bound = _bound(cell, target)
-    found = [kernel for purpose in ("forward", "dkdv", "dq")[: 3 if cell.grad else 1] for kernel in bound.kernels(purpose, cell.mask)]
+    bound, found = _bound(cell, target), []
+    wide = [{}, bound.biased][: 2 if bound.biased else 1]  # a bias with rows of any length, and of multiples of 16
+    for bound.biased in wide:
+        found += [kernel for purpose in ("forward", "dkdv", "dq")[: 3 if cell.grad else 1] for kernel in bound.kernels(purpose, cell.mask)]
     if isinstance(bound.quantiser, Quantiser):
         for unread in (False, True)[: 2 if cell.mask == "varlen" else 1]:
             bound.quantiser.unread = unread
@@ -75,10 +77,10 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
     if cell.grad:
         found += [bound.preparing(d_lse) for d_lse in (False, True)]
     if cell.grad and "bias" in cell.extras:
-        for each in BIASES:
+        for each, biased in itertools.product(BIASES, wide):
             by: dict[str, object] = dict(zip(("EACH_BATCH", "EACH_HEAD", "EACH_ROW"), each, strict=True))
-            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by | bound.biased))
-    return found
+            found.append(bound.kernel(bias_kernels.dbias, bound.config_of("dq", cell.mask), cell.mask, True, by | biased))
+    return list(dict.fromkeys(found))
 
 
 def of_decode(cell: Cell, target: Target) -> list[Kernel]:
