@@ -52,7 +52,6 @@ def longest_walk(mask: Documents | DeviceDocuments) -> int:
     assert inner is not None  # or the mask is not `by_rows`
     if isinstance(mask, DeviceDocuments):
         return min(mask.longest(), inner.hi - inner.lo + 1)
-    assert isinstance(mask.cu_seqlens_q, tuple)  # since __post_init__
     return min(longest_of(mask.cu_seqlens_q), inner.hi - inner.lo + 1)
 
 

@@ -87,7 +87,6 @@ def _finder(
     mask: Documents | DeviceDocuments, seqlen_q: int, seqlen_k: int, device: torch.device, by_keys: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """What finds the intervals of rows from cu_seqlens on the device."""
-    assert mask.inner is not None  # since it was made
     inner = documents.offsets(mask.inner)
     assert inner is not None  # or `documents.by_rows` had refused the mask
     low, high, low_left, high_left = inner

@@ -276,7 +276,7 @@ def tokens(number: int) -> str:
 def _starts(mask: Documents) -> tuple[list[int], list[int]]:
     """cu_seqlens_q and cu_seqlens_k."""
     assert mask.cu_seqlens_k is not None  # since its __post_init__
-    return [int(start) for start in mask.cu_seqlens_q], [int(start) for start in mask.cu_seqlens_k]
+    return list(mask.cu_seqlens_q), list(mask.cu_seqlens_k)
 
 
 def _short(text: str) -> str:

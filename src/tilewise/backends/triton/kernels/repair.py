@@ -14,8 +14,8 @@ from tilewise.backends.triton.kernels.products import load_rows, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, interval, walk
 
-# Beyond it fp32 rounds a score by so much that exp(score - LSE) means nothing: what such a row has, NaN and all, is what it keeps.
-LARGEST_LSE = tl.constexpr(2.0**30)
+# Beyond it half an ulp of a score in base 2 is 128, and exp(score - LSE) may overflow: what such a row has, NaN and all, is what it keeps.
+LARGEST_LSE = tl.constexpr(2.0**31 * 0.6931471805599453)
 
 
 @triton.jit
