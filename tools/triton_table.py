@@ -191,7 +191,7 @@ def main() -> int:
     finally:
         save(table)
     for name in sorted(table):
-        if (stack := table[name]["facts"]["stack"]) and "repair" not in name:
+        if (stack := table[name]["facts"]["stack"]) and triton_inventory.AGAIN not in name:
             print(f'    "{name}": {stack},')  # for the lists of spills in tests/backends/triton/test_compile.py
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
     return 0

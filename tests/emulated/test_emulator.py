@@ -110,6 +110,10 @@ def test_threads_go_ways_of_their_own():
             " selp.b32 %r9, 1, 0, %p1;",
             [1, 1] + [0] * 30,
         ),
+        (  # of two halves NaN is above
+            f"mov.b32 %r3, {0x7FFF << 16 | 0x3C00};\n setp.nan.f16x2 %p1|%p2, %r3, %r3;\n selp.b32 %r4, 1, 0, %p1;\n selp.b32 %r9, 3, %r4, %p2;",
+            [3] * 32,
+        ),
         ("cvt.u16.u32 %rs1, %r2;\n cvt.s8.s32 %rs2, -3;\n mov.b32 %r9, {%rs1, %rs2};", [i | 0xFFFD0000 - (1 << 32) for i in range(32)]),
     ],
 )

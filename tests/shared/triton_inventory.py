@@ -10,7 +10,7 @@ import triton_decoding
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
 from tilewise.backends.triton.config import OF_MASKS, Config
-from tilewise.backends.triton.kernels import backward, bias, forward, repair
+from tilewise.backends.triton.kernels import backward, bias, forward
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
 from tilewise.masks import Full, Part
@@ -19,6 +19,7 @@ from tilewise.problem import Call, Dropout
 CLASSES = 64, 128, 192, 256, 512
 EIGHT_BITS = "centres", "quantise_q", "quantise_k", "largest_values", "quantise_v"
 PASSES = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}
+AGAIN = "careful "
 FAMILIES = "sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100"  # one GPU of each
 OTHERS = [arch for arch in COMPILED if arch not in FAMILIES]
 NARROW = "sm_89", "gfx942"  # with 99 and 64 KiB of shared memory
@@ -26,7 +27,7 @@ RARE = "sm_80", "sm_90", "gfx942"  # which stand for all where a kernel takes li
 
 
 class Case(NamedTuple):
-    """One kernel of calls on one GPU."""
+    """One kernel of calls on one GPU, which launch those of PASSES once more, CAREFUL."""
 
     arch: str
     kernel: str
@@ -78,18 +79,18 @@ class Case(NamedTuple):
         call = self.bound()
         if self.kernel in EIGHT_BITS:
             return call.quantiser.kernel(self.kernel, self.aligned)
-        sink = {"SINK": "scores" in self.feature}
-        function, purpose, more = {
-            "forward": (forward.forward, "forward", sink | call.wanted | call.biased),
-            "dkdv": (backward.dkdv, "dkdv", call.biased),
-            "dq": (backward.dq, "dq", call.biased),
-            "prepare": (backward.prepare, "", {"D_LSE": True, "SINK": True, **call.widths}),
-            "repair_rows": (repair.repair_rows, "dq", {"GRADIENT": call.quantiser is None, **sink, **call.widths}),
-            "repair_columns": (repair.repair_columns, "dkdv", call.widths),
-            "dbias": (bias.dbias, "dq", {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True} | call.biased),
-        }[self.kernel]
-        config = self.chosen or (call.config_of(purpose, self.mask) if purpose else bounds.SMALL)
-        return call.kernel(function, config, "" if self.kernel == "prepare" else self.mask, self.aligned, more)
+        purpose = self.kernel.removeprefix(AGAIN)
+        function, more = {
+            **{name: (each, {"SINK": "scores" in self.feature} | call.wanted | call.biased) for name, each in PASSES.items()},
+            "prepare": (backward.prepare, {"D_LSE": True, "SINK": True}),
+            "dbias": (bias.dbias, {"EACH_BATCH": False, "EACH_HEAD": True, "EACH_ROW": True} | call.biased),
+        }[purpose]
+        if purpose == "prepare":
+            return call.kernel(function, bounds.SMALL, "", self.aligned, more)
+        config = self.chosen or call.config_of("dq" if purpose == "dbias" else purpose, self.mask)
+        if purpose != self.kernel:
+            config, more = bounds.once(config), more | {"CAREFUL": True}
+        return call.kernel(function, config, self.mask, self.aligned, more)
 
 
 def cases() -> Iterator[Case]:
@@ -113,7 +114,7 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "forward", mask="tiles", feature="int8+scores")
     yield from (Case(arch, "forward", feature="int8") for arch in OTHERS)
     for arch in RARE:
-        yield from (Case(arch, name, feature="int8") for name in (*EIGHT_BITS, "repair_rows"))
+        yield from (Case(arch, name, feature="int8") for name in (*EIGHT_BITS, f"{AGAIN}forward"))
         yield from (Case(arch, name, head_dim=512, feature="int8") for name in EIGHT_BITS)
         yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
         yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
@@ -123,7 +124,10 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "prepare", head_dim=512)
         yield Case(arch, "documents")
         yield Case(arch, "dbias", mask="tiles", feature="bias")
-        yield from (Case(arch, name, mask=mask) for name, mask in (("repair_rows", "band"), ("repair_columns", "tiles")))
+    for name in PASSES:  # of shared memory they take more than the first time
+        yield from (Case(arch, AGAIN + name, mask="tiles", feature="scores") for arch in RARE)
+        yield from (Case(arch, AGAIN + name, head_dim=dim) for arch in NARROW for dim in CLASSES)
+        yield from (Case(arch, AGAIN + name, fp32) for arch in NARROW)
     yield from of_decode()
 
 

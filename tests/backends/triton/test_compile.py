@@ -19,7 +19,7 @@ import torch
 import triton
 import triton_facts
 from triton_facts import Facts, known, measured, rows, turned
-from triton_inventory import PASSES, QUICK, Case, cases
+from triton_inventory import AGAIN, PASSES, QUICK, Case, cases
 
 from tilewise.backends.triton import Triton, kernels, launch
 from tilewise.backends.triton import config as configs
@@ -168,7 +168,7 @@ def facts_of(case: Case) -> Facts:
 def wrong_with(case: Case, facts: Facts) -> list[str]:
     """Sentences that say which rules the kernel breaks."""
     family, found = case.target.family, []
-    if not case.kernel.startswith("repair"):  # which return before they need registers, but where NaN is
+    if not case.kernel.startswith(AGAIN):  # which returns before it needs registers, but where NaN is
         if facts.stack > LISTED.get(case.name, 0):
             found.append(f"{facts.stack} bytes of stack a thread")
         if facts.spilled and case.name not in RDNA_SPILLS:

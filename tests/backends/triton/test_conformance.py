@@ -4,10 +4,11 @@ import warnings
 from dataclasses import replace
 
 import pytest
+import torch
 import triton_problems as problems
 
 from tests.shared.interpreted import interpreted
-from tilewise.masks import Causal, Documents, PerHead
+from tilewise.masks import Causal, Documents, PerHead, PrefixLM, SlidingWindow
 from tilewise.testing import cases, conformance
 
 pytest.importorskip("triton")
@@ -52,3 +53,9 @@ def test_no_queries_have_no_gradient_of_a_bias():
 @pytest.mark.parametrize("mask", [Documents((0, 90)), Documents((0, 20, 90), inner=Causal())], ids=str)
 def test_what_lies_beyond_all_rows_is_not_read(mask):
     interpreted(problems.what_lies_beyond_all_rows_is_not_read, mask, 90)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(30, 5), Documents((0, 20, 45, 70), inner=Causal()), PrefixLM(13)], ids=str)
+def test_what_is_not_finite_stays_the_formulas(mask, dtype):
+    interpreted(problems.what_is_not_finite_stays_the_formulas, mask, dtype)

@@ -164,6 +164,11 @@ class Translation:
         yield self.put(d, f"right({self.value(a, self.kind)}, {self.value(b, 'u4')})", self.kind)
 
     def of_setp(self, p, a, b):
+        if self.parts[-1] == "f16x2":  # a predicate for each half
+            for each, shift in zip(p.split("|"), (0, 16), strict=True):
+                halves = (f"({self.value(x, 'u4')} >> {shift}).astype(u2).view(f2)" for x in (a, b))
+                yield self.put(each, f"{self.parts[1]}({', '.join(halves)})", "?")
+            return
         a, b = (self.value(x, self.kind) for x in (a, b))
         if self.parts[-1] == "bf16":
             a, b = (f"pair(zeros_u2, {x}).view(f4)" for x in (a, b))

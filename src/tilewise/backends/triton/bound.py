@@ -17,7 +17,7 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.eight_bits import Given, Quantiser
 from tilewise.backends.triton.gradients import Gradients
-from tilewise.backends.triton.kernels import backward, forward, repair
+from tilewise.backends.triton.kernels import backward, forward
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
@@ -188,20 +188,19 @@ class Bound:
         return not reads and self.visible.nbytes <= KEPT_BYTES
 
     def kernels(self, purpose: str, mask: str = "") -> list[Kernel]:
-        """What a pass launches, "forward", "dkdv" or "dq": its kernel, and the one that mends. mask: in place of the call's, as `kind_of` has it."""
-        config, sink = self.config_of(purpose, mask), {"SINK": any(name == "sink" for name, _ in self.dtypes)}
-        mends = {**self.widths, **sink, "GRADIENT": purpose == "dq"}
-        both = {
-            "forward": ((forward.forward, sink | self.wanted | self.biased), (repair.repair_rows, mends)),
-            "dkdv": ((backward.dkdv, self.biased), (repair.repair_columns, self.widths)),
-            "dq": ((backward.dq, self.biased), (repair.repair_rows, mends)),
-        }[purpose]
-        return [self.kernel(function, config, mask or self.visible.kind, True, more) for function, more in both]
+        """What a pass launches, "forward", "dkdv" or "dq": its kernel, and once more CAREFUL. mask: in place of the call's, as `kind_of` has it."""
+        function = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}[purpose]
+        more = {"SINK": any(name == "sink" for name, _ in self.dtypes), **self.wanted, **self.biased}
+        config, mask = self.config_of(purpose, mask), mask or self.visible.kind
+        return [
+            self.kernel(function, config, mask, True, more),
+            self.kernel(function, once(config), mask, True, {**more, "CAREFUL": True}),
+        ]
 
     def preparing(self, d_lse: bool) -> Kernel:
         """What gradients begin with; d_lse: whether one of LSE is given."""
         sink = any(name == "sink" for name, _ in self.dtypes)
-        return self.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, "SINK": sink, **self.widths})
+        return self.kernel(backward.prepare, SMALL, "", True, {"D_LSE": d_lse, "SINK": sink})
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...], with_lse: bool, heads_first: bool = False
@@ -253,10 +252,9 @@ class Bound:
         found = self.arguments(operands | {"o": o}, bias, slopes, rng)
         arguments = {**found, **written, **sizes, "sink": sink, **more, **self.visible.of(*packed[:2])}
         more = self.wanted | self.of_bias(bias)
-        self.run(forward.forward, self.config, self.visible.kind, operands | {"o": o}, SINK=sink is not None, **more)(
+        self.twice(forward.forward, self.config, self.visible, operands | {"o": o}, SINK=sink is not None, **more)(
             tiles * self.batch * self.heads, arguments
         )
-        self.repair_rows(self.config, self.visible, operands | {"x": o}, arguments, tiles)
 
     @property
     def wanted(self) -> dict[str, object]:
@@ -280,21 +278,24 @@ class Bound:
             self.launchers[key] = launcher(self.quantiser.kernel(name, aligned, of_values), self.target)
         self.launchers[key](programs, found)
 
-    def repair_rows(self, config: configs.Config, visible: Visible, operands: Mapping[str, Tensor], arguments: Mapping, tiles: int) -> None:
-        """Mend O, or dQ where dO is among the operands, x among them; the other arguments are as of the kernel that wrote it."""
-        found = self.widths | {"GRADIENT": "d_o" in operands, "SINK": arguments.get("sink") is not None}
-        strides = dict(zip(("x_batch", "x_row", "x_head"), operands["x"].stride(), strict=False))
-        run = self.run(repair.repair_rows, config, visible.kind, operands, **found)
-        run(tiles * self.batch * self.heads, {**arguments, **strides, "x": operands["x"]})
+    def twice(
+        self, function: Callable, config: configs.Config, visible: Visible, operands: Mapping[str, Tensor], **more: object
+    ) -> Callable[[int, Mapping], None]:
+        """What launches a kernel that has products with values that a mask may hide, and then mends its results (careful.py)."""
+        run = self.run(function, config, visible.kind, operands, **more)
+        mend = self.run(function, once(config), visible.kind, operands, **more, CAREFUL=True)
+
+        def both(programs: int, arguments: Mapping) -> None:
+            run(programs, arguments)
+            mend(programs, arguments)
+
+        return both
 
     @functools.cached_property
     def widths(self) -> dict[str, int]:
-        """head_dim and head_dim_v in one tile each, and how many columns exist of it."""
-        found = {}
-        for prefix, dim in zip(("", "V_"), self.dims, strict=True):
-            width = configs.power(dim)
-            found |= {f"{prefix}WIDTH": width, f"{prefix}COLUMNS": dim % width}
-        return found
+        """head_dim_v in one tile, and how many columns exist of it."""
+        width = configs.power(self.dims[1])
+        return {"V_WIDTH": width, "V_COLUMNS": self.dims[1] % width}
 
     def backward(
         self,
@@ -370,16 +371,20 @@ class Bound:
         """The kernel with the constants that it has of these."""
         mask = "band" if mask in BY_NUMBERS else mask
         tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages}
-        constants: dict[str, object] = {**self.flags, "MASK": mask, **tiles, **more}
-        constants["V_WIDTH"] = self.widths["V_WIDTH"]
+        constants: dict[str, object] = {**self.flags, "CAREFUL": False, "MASK": mask, **tiles, **self.widths, **more}
         for names, dim in zip(PARTS, self.dims, strict=True):
-            constants |= dict(zip(names, configs.parts(dim), strict=True))
+            constants |= dict(zip(names, configs.parts(dim, halves=constants["CAREFUL"]), strict=True))
         if self.quantiser is not None:
             constants |= self.quantiser.parts
         narrow = self.like.q.dtype.itemsize < 4
         constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
         given = tuple((name, constants[name]) for name in function.arg_names if name in constants)
         return Kernel(function, given, self.dtypes, config, aligned)
+
+
+def once(config: configs.Config) -> configs.Config:
+    """The tiles of a pass for what it does CAREFUL: seldom, so that nothing has to be loaded ahead."""
+    return config._replace(stages=1)
 
 
 def _flags(call: Call) -> dict[str, object]:

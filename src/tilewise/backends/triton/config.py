@@ -39,12 +39,12 @@ LEAST_DIM = 16  # what a product of tiles takes
 MOST_DIM = 256
 
 
-def parts(dim: int) -> Parts:
-    """The parts of a head_dim up to 2 MOST_DIM."""
+def parts(dim: int, halves: bool = False) -> Parts:
+    """The parts of a head_dim up to 2 MOST_DIM. halves: two above 32 anyway, for what takes more registers, or tensor memory, of each."""
     whole = power(dim)
     first = whole // 2
     second = power(dim - first)
-    if whole <= MOST_DIM and (8 * (whole - dim) <= whole or first + second >= whole):
+    if whole <= MOST_DIM and not (halves and whole > 32) and (8 * (whole - dim) <= whole or first + second >= whole):
         return Parts(whole, 0, dim % whole)
     return Parts(first, second, (dim - first) % second)
 

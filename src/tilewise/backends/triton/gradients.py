@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tilewise.backends import OfInputs
 from tilewise.backends.triton.config import ROWS, SMALL
-from tilewise.backends.triton.kernels import backward, repair
+from tilewise.backends.triton.kernels import backward
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.launch import on
 from tilewise.errors import check_memory
@@ -59,21 +59,19 @@ class Gradients:
         m_tiles = -(-call.seqlen_q // ROWS)
         if pairs * m_tiles:
             operands, d_lse = {name: given[name] for name in ("o", "d_o")}, given["d_lse"]
-            run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None, **bound.widths)
+            run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None)
             run(m_tiles * pairs, bound.arguments(operands, None, None, None) | sizes | {"m_tiles": m_tiles, "d_lse": d_lse})
         n_tiles = -(-call.seqlen_k // self.dkdv.tile_n)
         if pairs * n_tiles:
             operands = inputs | {name: given[name] for name in ("d_k", "d_v")}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"n_tiles": n_tiles} | self.keys.of(*packed[:2])
             programs = n_tiles * (pairs // call.group)
-            bound.run(backward.dkdv, self.dkdv, self.keys.kind, operands, **bound.of_bias(bias))(programs, arguments)
-            bound.run(repair.repair_columns, self.dkdv, self.keys.kind, operands, **bound.widths)(programs, arguments)
+            bound.twice(backward.dkdv, self.dkdv, self.keys, operands, **bound.of_bias(bias))(programs, arguments)
         m_tiles = -(-call.seqlen_q // self.dq.tile_m)
         if pairs * m_tiles:
             operands = inputs | {"d_q": given["d_q"]}
             arguments = bound.arguments(operands, bias, slopes, rng) | sizes | {"m_tiles": m_tiles} | self.queries.of(*packed[:2])
-            bound.run(backward.dq, self.dq, self.queries.kind, operands, **bound.of_bias(bias))(m_tiles * pairs, arguments)
-            bound.repair_rows(self.dq, self.queries, inputs | {"x": given["d_q"]}, arguments, m_tiles)
+            bound.twice(backward.dq, self.dq, self.queries, operands, **bound.of_bias(bias))(m_tiles * pairs, arguments)
         if given["d_bias"] is not None:
             self._of_bias(inputs, given["d_bias"], sizes, extras)
 

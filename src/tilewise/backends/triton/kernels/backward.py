@@ -8,6 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.kernels.careful import beyond, finite, mended, not_finite, spoiled, to_mend
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -84,6 +85,7 @@ def _visit_keys(
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale with `count` more tiles of keys, as forward.py visits them."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -106,10 +108,18 @@ def _visit_keys(
             sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M, TILE_N)
         else:
             sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
+        if CAREFUL:  # a bias of -inf hides, where it hides all
+            sees = sees & (lse != float("-inf"))[:, None]
         d_s = d_scores(
             x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
             draw, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
         )  # fmt: skip
+        if CAREFUL:
+            acc = not_finite(acc, d_s, sees, k_tile, EMULATED)
+            k_tile = finite(k_tile)
+            if DIM_B:
+                acc_b = not_finite(acc_b, d_s, sees, k_tile_b, EMULATED)
+                k_tile_b = finite(k_tile_b)
         d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
         acc = dot(d_s, k_tile, acc, BF16_PARTS, EMULATED)
         if DIM_B:
@@ -127,9 +137,9 @@ def dq(
     DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
     DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, seqlen_q, heads, head_dim). Grid: m_tiles * batch * heads."""
+    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, alone (careful.py). Grid: m_tiles * batch * heads."""
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles
@@ -142,14 +152,20 @@ def dq(
     d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
+    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
+    lse += pair.to(tl.int64) * seqlen_q
+    delta += pair.to(tl.int64) * seqlen_q
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    if CAREFUL:
+        mends = to_mend(d_q, lse, rows, row, d_q_row, seqlen_q, limit, DIM, DIM_B, CUT)
+        if tl.max(mends.to(tl.int32)) == 0:
+            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
-    at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
-    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+    lse_rows = tl.load(lse + rows, mask=rows < seqlen_q, other=float("-inf"))
+    delta_rows = tl.load(delta + rows, mask=rows < seqlen_q, other=0.0)
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -160,41 +176,48 @@ def dq(
         bias += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
     if MASK == "tiles":
         span = spans + (tl.load(planes + pair) * m_tiles + m) * 3
-        for r in range(tl.load(span), tl.load(span + 1)):
+        for r in range(tl.load(span), tl.load(span + (2 if CAREFUL else 1))):
             first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
             acc, acc_b = _visit_keys(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, ref, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
                 pair, draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
-                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
             )  # fmt: skip
-        for r in range(tl.load(span + 1), tl.load(span + 2)):
+        for r in range(tl.load(span + (2 if CAREFUL else 1)), tl.load(span + 2)):
             first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
             acc, acc_b = _visit_keys(
                 acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
                 rows, rows, 0, bands, bitmaps, first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
                 pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N,
-                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+                DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, False,
             )  # fmt: skip
     else:
         begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
         first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
+        if CAREFUL:
+            free, stop = last, last
         acc, acc_b = _visit_keys(
             acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
             begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal,
             bias, bias_row, bias_column, pair, draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
-            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
         )  # fmt: skip
-        acc, acc_b = _visit_keys(
-            acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
-            begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, scale, softcap, slope, diagonal,
-            bias, bias_row, bias_column, pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
-            TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
-        )  # fmt: skip
-    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-    store_rows(d_q, acc * scale, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
+        if not CAREFUL:
+            acc, acc_b = _visit_keys(
+                acc, acc_b, q_tile, q_tile_b, d_o_tile, d_o_tile_b, lse_rows, delta_rows, k, v, k_row, v_row, rows, seqlen_q, seqlen_k,
+                begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, scale, softcap, slope, diagonal,
+                bias, bias_row, bias_column, pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
+                TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, False,
+            )  # fmt: skip
+    acc, acc_b = acc * scale, acc_b * scale
+    if CAREFUL:
+        acc = mended(d_q, acc, mends, row, d_q_row, dims, limit, 0 if DIM_B else CUT)
+        if DIM_B:
+            acc_b = mended(d_q + DIM, acc_b, mends, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
+    store_rows(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     if DIM_B:
-        store_rows(d_q + DIM, acc_b * scale, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
+        store_rows(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
 
 
 @triton.jit
@@ -205,7 +228,7 @@ def _visit_queries(
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dK / scale and dV / keep_scale with `count` more tiles of queries of each of `heads_here` query heads, which share the keys."""
     columns, dims, v_dims = tl.arange(0, TILE_M), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -251,6 +274,8 @@ def _visit_queries(
                 sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N, TILE_M)
             else:
                 sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+            if CAREFUL:  # a bias of -inf hides, where it hides all
+                sees = sees & (lse_columns != float("-inf"))[None, :]
             p = tl.where(sees, p, 0.0)
         dropped = p
         if DROPOUT:
@@ -258,6 +283,12 @@ def _visit_queries(
             keep = tl.trans(kept(queries, blocks, pair + head, draw, TILE_M, TILE_N // 4))
             dropped = p * tl.where(keep, 1.0, 0.0)
             d_p = d_p * tl.where(keep, keep_scale, 0.0)
+        if CAREFUL:
+            d_v = not_finite(d_v, dropped, sees, d_o_tile, EMULATED)
+            d_o_tile = finite(d_o_tile)
+            if V_DIM_B:
+                d_v_b = not_finite(d_v_b, dropped, sees, d_o_tile_b, EMULATED)
+                d_o_tile_b = finite(d_o_tile_b)
         dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
         d_v = dot(dropped, d_o_tile, d_v, BF16_PARTS, EMULATED)
         if V_DIM_B:
@@ -269,6 +300,12 @@ def _visit_queries(
             d_s = tl.where(lse_columns[None, :] == float("-inf"), 0.0, d_s)
         if MASKED:
             d_s = tl.where(sees, d_s, 0.0)
+        if CAREFUL:
+            d_k = not_finite(d_k, d_s, sees, q_tile, EMULATED)
+            q_tile = finite(q_tile)
+            if DIM_B:
+                d_k_b = not_finite(d_k_b, d_s, sees, q_tile_b, EMULATED)
+                q_tile_b = finite(q_tile_b)
         d_s = narrow(d_s, q.dtype.element_ty, EMULATED)
         d_k = dot(d_s, q_tile, d_k, BF16_PARTS, EMULATED)
         if DIM_B:
@@ -287,11 +324,11 @@ def dkdv(
     DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
     DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
 
-    Grid: n_tiles * batch * heads / GROUP.
+    CAREFUL: where they are NaN, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
     """
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles  # under a causal mask the first tiles of keys take longest
@@ -306,7 +343,20 @@ def dkdv(
     v += b.to(tl.int64) * v_batch + head_k.to(tl.int64) * v_head + (n * TILE_N).to(tl.int64) * v_row
     q += b.to(tl.int64) * q_batch + (head_k * GROUP).to(tl.int64) * q_head
     d_o += b.to(tl.int64) * d_o_batch + (head_k * GROUP).to(tl.int64) * d_o_head
+    d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
+    d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    begin, end = rows, rows
+    if MASK != "tiles":
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+    if CAREFUL:
+        mends = spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT) | spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT)
+        mends = mends & ~beyond(
+            mends, lse, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes, MASK, GROUP,
+            TILE_M, TILE_N,
+        )  # fmt: skip
+        if tl.max(mends.to(tl.int32)) == 0:
+            return
     k_tile = load_rows(k, row, k_row, dims, limit, 0 if DIM_B else CUT, True)
     k_tile_b = load_rows(k + DIM, row, k_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else k_tile
     v_tile = load_rows(v, row, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
@@ -330,30 +380,39 @@ def dkdv(
                     diagonals, shift,
                     bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
                     draw, keep_scale, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M,
-                    TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+                    TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
                 )  # fmt: skip
     else:
-        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
         first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
+        if CAREFUL:
+            free, stop = last, last
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
             stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
             True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
-            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES,
+            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
         )  # fmt: skip
-        d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
-            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
-            d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
-            slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
-            False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
-            BF16_PARTS, EMULATED, STAGES,
-        )  # fmt: skip
-    d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
-    d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
-    store_rows(d_k, d_k_acc * scale, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
-    store_rows(d_v, d_v_acc * keep_scale, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
+        if not CAREFUL:
+            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
+                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
+                d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
+                slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
+                False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
+                BF16_PARTS, EMULATED, STAGES, False,
+            )  # fmt: skip
+    d_k_acc, d_k_acc_b = d_k_acc * scale, d_k_acc_b * scale
+    d_v_acc, d_v_acc_b = d_v_acc * keep_scale, d_v_acc_b * keep_scale
+    if CAREFUL:
+        d_k_acc = mended(d_k, d_k_acc, mends, row, d_k_row, dims, limit, 0 if DIM_B else CUT)
+        d_v_acc = mended(d_v, d_v_acc, mends, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
+        if DIM_B:
+            d_k_acc_b = mended(d_k + DIM, d_k_acc_b, mends, row, d_k_row, tl.arange(0, DIM_B), limit, CUT)
+        if V_DIM_B:
+            d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, mends, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
+    store_rows(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
+    store_rows(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if DIM_B:
-        store_rows(d_k + DIM, d_k_acc_b * scale, row, d_k_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
+        store_rows(d_k + DIM, d_k_acc_b, row, d_k_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
     if V_DIM_B:
-        store_rows(d_v + V_DIM, d_v_acc_b * keep_scale, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
+        store_rows(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)

@@ -1,7 +1,7 @@
 """Q, K and V of 16 bits in 8, to the bit as backends/eight_bits.py has it, and what the forward pass does with elements of 8 bits.
 
 Values of e4m3 are held in fp16, which has them all, so that every GPU multiplies them: the products are the same, and sums are fp32's. Q and K have
-no NaN: a row of Q that is not finite has a factor of NaN, and of keys `k_lost` tells. V keeps its own, of which `repair` clears what is hidden.
+no NaN: a row of Q that is not finite has a factor of NaN, and of keys `k_lost` tells. V keeps its own, of which careful.py clears what is hidden.
 """
 
 import triton

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
+from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, to_mend
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -29,7 +30,7 @@ def _visit(
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
     V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
-    EIGHT: tl.constexpr, V_EIGHT: tl.constexpr, K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr,
+    EIGHT: tl.constexpr, V_EIGHT: tl.constexpr, K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys, from `first` on; `skip` tiles are left out behind the first `left` ones."""
     columns = tl.arange(0, TILE_N)
@@ -74,15 +75,22 @@ def _visit(
         if V_TOKENS:
             p = eight_bits.weighed(p, keys, seqlen_k, scales[3], sees if MASKED else p, MASKED)
             unit = tl.load(scales[4] + n // eight_bits.TILE)
+        weights = p
         if V_EIGHT:
             p = eight_bits.e4m3(p * eight_bits.P_SCALE)
         p = narrow(p, v.dtype.element_ty, EMULATED)
         acc = acc * fading[:, None]
         v_tile = load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
+        if CAREFUL:
+            acc = not_finite(acc, weights, sees, v_tile, EMULATED)
+            v_tile = finite(v_tile)
         acc = _added(acc, p, v_tile, unit, V_TOKENS, BF16_PARTS, EMULATED)
         if V_DIM_B:
             acc_b = acc_b * fading[:, None]
             v_tile_b = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            if CAREFUL:
+                acc_b = not_finite(acc_b, weights, sees, v_tile_b, EMULATED)
+                v_tile_b = finite(v_tile_b)
             acc_b = _added(acc_b, p, v_tile_b, unit, V_TOKENS, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
@@ -98,12 +106,12 @@ def forward(
     SINK: tl.constexpr, DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
     BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr, ROW_MAX: tl.constexpr, EIGHT: tl.constexpr, V_EIGHT: tl.constexpr,
-    K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, V_WIDTH: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
 
     EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: elements of `v_scale` and `v_centre` for a head.
-    Grid: m_tiles * batch * heads.
+    CAREFUL: O alone, where it is NaN (careful.py). Grid: m_tiles * batch * heads.
     """
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
@@ -116,7 +124,13 @@ def forward(
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
+    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+    lse += pair.to(tl.int64) * seqlen_q
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
+    if CAREFUL:
+        mends = to_mend(o, lse, rows, row, o_row, seqlen_q, limit, V_DIM, V_DIM_B, V_CUT)
+        if tl.max(mends.to(tl.int32)) == 0:
+            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
@@ -138,42 +152,45 @@ def forward(
         bias += b.to(tl.int64) * bias_batch + h.to(tl.int64) * bias_head
     if MASK == "tiles":
         span = spans + (tl.load(planes + pair) * m_tiles + m) * 3
-        for r in range(tl.load(span), tl.load(span + 1)):
+        for r in range(tl.load(span), tl.load(span + (2 if CAREFUL else 1))):
             first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, ref, bands, bitmaps,
                 first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, scales,
                 True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
-                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
+                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, CAREFUL,
             )  # fmt: skip
-        for r in range(tl.load(span + 1), tl.load(span + 2)):
+        for r in range(tl.load(span + (2 if CAREFUL else 1)), tl.load(span + 2)):
             first, count = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4)
             acc, acc_b, total, top = _visit(
                 acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, rows, rows, 0, bands, bitmaps,
                 first, count, count, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair, draw, scales,
                 False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS,
-                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
+                EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, False,
             )  # fmt: skip
     else:
         begin, end = interval(rows, seqlen_q, ends, row0, row1, column0, column1, low, high, MASK)
         first, last, free, stop = walk(begin, end, rows, seqlen_q, TILE_N)
+        if CAREFUL:
+            free, stop = last, last
         acc, acc_b, total, top = _visit(
             acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
             first, last - stop + free - first, free - first, stop - free, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
             pair, draw, scales, True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
-            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
+            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, CAREFUL,
         )  # fmt: skip
-        acc, acc_b, total, top = _visit(
-            acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
-            free, stop - free, stop - free, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
-            pair, draw, scales, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
-            V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS,
-        )  # fmt: skip
+        if not CAREFUL:
+            acc, acc_b, total, top = _visit(
+                acc, acc_b, total, top, q_tile, q_tile_b, k, v, k_row, v_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps,
+                free, stop - free, stop - free, 0, scale, softcap, slope, diagonal, bias, bias_row, bias_column,
+                pair, draw, scales, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
+                V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, False,
+            )  # fmt: skip
     if not MODIFIED:
         top = top * LN2
     if EIGHT and not SOFTCAP:
         top = tl.where(total == 0.0, top, top + scales[1])
-    if ROW_MAX:
+    if ROW_MAX and not CAREFUL:
         tl.store(row_max + pair.to(tl.int64) * seqlen_q + rows, tl.where(total == total, top, total), mask=rows < seqlen_q)
     of_keys = total
     if SINK:
@@ -193,8 +210,14 @@ def forward(
     else:
         acc = acc * share[:, None]
         acc_b = acc_b * share[:, None]
-    tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
-    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+    if CAREFUL:
+        left = natural == float("-inf")  # of a bias of -inf, whose rows have nothing
+        acc = mended(o, tl.where(left[:, None], 0.0, acc), mends, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
+        if V_DIM_B:
+            acc_b = tl.where(left[:, None], 0.0, acc_b)
+            acc_b = mended(o + V_DIM, acc_b, mends, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT)
+    else:
+        tl.store(lse + rows, natural, mask=rows < seqlen_q)
     store_rows(o, acc, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if V_DIM_B:
         store_rows(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)

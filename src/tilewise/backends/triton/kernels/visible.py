@@ -48,7 +48,7 @@ def walk(begin, end, rows, limit, TILE: tl.constexpr):
 def existing(limit, end, MASKED: tl.constexpr, MASK: tl.constexpr):
     """How many columns are read where tiles are masked: those beyond every row's end are as if there were none, for their NaN would reach a product.
 
-    What lies ahead of a row's begin, or is hidden by a table, is left to repair.py.
+    What lies ahead of a row's begin, or is hidden by a table, is left to careful.py.
     """
     if MASKED and MASK != "tiles":
         limit = tl.minimum(limit, tl.max(end, 0))

@@ -1,0 +1,108 @@
+"""What kernels do a second time, CAREFUL, for tiles of results that hold a NaN.
+
+A product of tiles multiplies hidden values by weights of 0, which a NaN or an infinity does not forgive. So each kernel runs twice. The second time
+a program whose results hold no NaN returns at once. Another one computes them again: products take only what is finite, and what the
+visible rest gives is found by products of zeros and ones. What the formula itself makes NaN stays so.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.backends.triton.kernels.products import load_rows
+from tilewise.backends.triton.kernels.visible import by_table, walk
+
+# Beyond it half an ulp of a score in base 2 is 128, and exp(score - LSE) may overflow: what such a row has, NaN and all, is what it keeps.
+LARGEST_LSE = tl.constexpr(2.0**31 * 0.6931471805599453)
+
+
+@triton.jit
+def _keeps(lse):
+    """Whether rows with this LSE keep what they have."""
+    return ~((tl.abs(lse) < LARGEST_LSE) | (lse == float("-inf")))
+
+
+@triton.jit
+def spoiled(x, row, x_row, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
+    """Which rows of a tile in memory hold a NaN, (rows,)."""
+    tile = load_rows(x, row, x_row, tl.arange(0, DIM), limit, 0 if DIM_B else CUT, True).to(tl.float32)
+    found = tl.max((tile != tile).to(tl.int32), 1)
+    if DIM_B:
+        tile_b = load_rows(x + DIM, row, x_row, tl.arange(0, DIM_B), limit, CUT, True).to(tl.float32)
+        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32), 1))
+    return found > 0
+
+
+@triton.jit
+def to_mend(x, lse, rows, row, x_row, seqlen_q, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
+    """Which rows of queries hold a NaN in x that may not be the formula's, (rows,)."""
+    of_rows = tl.load(lse + rows, mask=rows < seqlen_q, other=0.0)
+    return spoiled(x, row, x_row, limit, DIM, DIM_B, CUT) & ~_keeps(of_rows)
+
+
+@triton.jit
+def beyond(
+    asked, lse, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes,
+    MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Which of the asked keys a query sees whose row keeps what it has, (TILE_N,); pair: of the group's first query head."""
+    found, row, column = tl.zeros([TILE_N], tl.int32), tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    for head in range(0, GROUP):
+        r_first, r_last, ref = 0, 1, 0
+        if MASK == "tiles":
+            span = spans + (tl.load(planes + pair + head) * n_tiles + n) * 3
+            r_first, r_last = tl.load(span), tl.load(span + 2)
+        for r in range(r_first, r_last):
+            if MASK == "tiles":
+                first, last, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1), tl.load(runs + r * 4 + 2)
+            else:
+                first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
+            if tl.max(asked.to(tl.int32) - found) <= 0:  # all are found, or none was asked for
+                last = first
+            for m in range(first, last):
+                queries = m * TILE_M + column
+                at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
+                keep = _keeps(tl.load(lse + at, mask=queries < seqlen_q, other=0.0))
+                if (tl.max(keep.to(tl.int32)) > 0) & (tl.max(asked.to(tl.int32) - found) > 0):
+                    if MASK == "tiles":
+                        sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
+                    else:
+                        sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+                    found = tl.maximum(found, tl.max((sees & keep[None, :]).to(tl.int32), 1))
+    return found > 0
+
+
+@triton.jit
+def finite(x):
+    """x, and 0 for what is not finite."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, tl.zeros_like(x))
+
+
+@triton.jit
+def not_finite(acc, weights, sees, x, EMULATED: tl.constexpr):
+    """acc plus what infinities and NaN of x (columns, dims) give in the product of weights, of pairs that are visible: NaN, or an infinity."""
+    wide = x.to(tl.float32)
+    kind = tl.where(wide != wide, 1, tl.where(wide == float("inf"), 2, tl.where(wide == float("-inf"), 3, 0)))
+    if tl.max(kind) > 0:
+        sign = tl.where(sees, tl.where(weights > 0.0, 2, tl.where(weights < 0.0, 3, 1)), 0)
+        for each in tl.range(0, 9, num_stages=1):  # a loop, as registers do not hold several sums
+            of_weights, of_x = each // 3 + 1, each % 3 + 1
+            met = _count(sign == of_weights, kind == of_x, tl.zeros_like(acc), EMULATED)
+            value = tl.where(of_weights == of_x, float("inf"), float("-inf"))
+            value = tl.where((of_weights == 1) | (of_x == 1), float("nan"), value)  # 0 times an infinity, too
+            acc += tl.where(met > 0.0, value, 0.0)
+    return acc
+
+
+@triton.jit
+def _count(a, b, acc, EMULATED: tl.constexpr):
+    """acc and for each row of a and column of b how often both hold, of bools."""
+    if EMULATED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a.to(tl.float16), b.to(tl.float16), acc)
+
+
+@triton.jit
+def mended(at, x, mends, rows, stride, columns, limit, COLUMNS: tl.constexpr):
+    """What a tile in memory holds, with x in place of NaN in rows to mend."""
+    old = load_rows(at, rows, stride, columns, limit, COLUMNS, True).to(tl.float32)
+    return tl.where((old != old) & mends[:, None], x, old)
