@@ -1,7 +1,7 @@
 """The Triton backend's speed does not depend on the data: a finite input takes at most 1.25 times as long as a normal one,
 and NaN that a mask hides at most 3 times.
 
-NaN and infinities that are seen, which its repairs sum up again pair by pair, are printed (-s), and held to nothing. To be run with nothing else
+NaN and infinities that are seen, for which its kernels run a second time, are printed (-s), and held to nothing. To be run with nothing else
 on the GPU.
 """
 

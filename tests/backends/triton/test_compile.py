@@ -122,12 +122,12 @@ RDNA_SPILLS = {
     "gfx1100 decode bfloat16 576 one e4m3+rows": 2620,
     "gfx1100 decode bfloat16 576 one plain": 832,
     "gfx1100 decode float32 128 chunk plain": 32,
-    "gfx1100 dkdv bfloat16 128 band bias": 708,
+    "gfx1100 dkdv bfloat16 128 band bias": 704,
     "gfx1100 dkdv bfloat16 128 band dropout": 792,
-    "gfx1100 dkdv bfloat16 128 band plain": 744,
+    "gfx1100 dkdv bfloat16 128 band plain": 740,
     "gfx1100 dkdv bfloat16 128 tiles scores": 100,
     "gfx1100 dkdv bfloat16 192 band plain": 1384,
-    "gfx1100 dkdv bfloat16 256 band plain": 2016,
+    "gfx1100 dkdv bfloat16 256 band plain": 2100,
     "gfx1100 dkdv bfloat16 512 band plain": 4376,
     "gfx1100 dkdv float32 128 band plain": 1012,
     "gfx1100 dq bfloat16 128 band bias": 740,
@@ -201,7 +201,7 @@ def test_compiled_anew(case):
 
 def test_the_table_is_of_the_inventory():
     names = [case.name for case in INVENTORY]
-    assert len(set(names)) == len(names) <= 545 and set(TABLE) == set(names)
+    assert len(set(names)) == len(names) <= 584 and set(TABLE) == set(names)
     assert {case.arch for case in INVENTORY} == set(COMPILED)
 
 

@@ -152,20 +152,19 @@ def dq(
     d_o += b.to(tl.int64) * d_o_batch + h.to(tl.int64) * d_o_head + (m * TILE_M).to(tl.int64) * d_o_row
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
-    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-    lse += pair.to(tl.int64) * seqlen_q
-    delta += pair.to(tl.int64) * seqlen_q
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
     if CAREFUL:
-        mends = to_mend(d_q, lse, rows, row, d_q_row, seqlen_q, limit, DIM, DIM_B, CUT)
+        found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
+        mends = to_mend(found, lse + pair.to(tl.int64) * seqlen_q, rows, row, d_q_row, seqlen_q, limit, DIM, DIM_B, CUT)
         if tl.max(mends.to(tl.int32)) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
-    lse_rows = tl.load(lse + rows, mask=rows < seqlen_q, other=float("-inf"))
-    delta_rows = tl.load(delta + rows, mask=rows < seqlen_q, other=0.0)
+    at = pair.to(tl.int64) * seqlen_q + rows
+    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -210,6 +209,7 @@ def dq(
                 bias, bias_row, bias_column, pair, draw, keep_scale, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT,
                 TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, False,
             )  # fmt: skip
+    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
     acc, acc_b = acc * scale, acc_b * scale
     if CAREFUL:
         acc = mended(d_q, acc, mends, row, d_q_row, dims, limit, 0 if DIM_B else CUT)

@@ -1,8 +1,8 @@
 """What kernels do a second time, CAREFUL, for tiles of results that hold a NaN.
 
 A product of tiles multiplies hidden values by weights of 0, which a NaN or an infinity does not forgive. So each kernel runs twice. The second time
-a program whose results hold no NaN returns at once. Another one computes them again: products take only what is finite, and what the
-visible rest gives is found by products of zeros and ones. What the formula itself makes NaN stays so.
+a program returns at once if its results hold no NaN. Else it computes them again: products take only what is finite, and what the visible rest gives
+is found by products of zeros and ones. What the formula itself makes NaN stays so.
 """
 
 import triton
@@ -44,8 +44,9 @@ def beyond(
     asked, lse, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes,
     MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """Which of the asked keys a query sees whose row keeps what it has, (TILE_N,); pair: of the group's first query head."""
+    """Which of the asked keys are seen by a query that keeps what it has, (TILE_N,); pair: of the group's first query head."""
     found, row, column = tl.zeros([TILE_N], tl.int32), tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    left = tl.max(asked.to(tl.int32))  # whether a key is still to be found; loops have no other end
     for head in range(0, GROUP):
         r_first, r_last, ref = 0, 1, 0
         if MASK == "tiles":
@@ -56,18 +57,18 @@ def beyond(
                 first, last, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1), tl.load(runs + r * 4 + 2)
             else:
                 first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
-            if tl.max(asked.to(tl.int32) - found) <= 0:  # all are found, or none was asked for
-                last = first
             for m in range(first, last):
-                queries = m * TILE_M + column
-                at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
-                keep = _keeps(tl.load(lse + at, mask=queries < seqlen_q, other=0.0))
-                if (tl.max(keep.to(tl.int32)) > 0) & (tl.max(asked.to(tl.int32) - found) > 0):
-                    if MASK == "tiles":
-                        sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
-                    else:
-                        sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
-                    found = tl.maximum(found, tl.max((sees & keep[None, :]).to(tl.int32), 1))
+                if left > 0:
+                    queries = m * TILE_M + column
+                    at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
+                    keep = _keeps(tl.load(lse + at, mask=queries < seqlen_q, other=0.0))
+                    if tl.max(keep.to(tl.int32)) > 0:
+                        if MASK == "tiles":
+                            sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
+                        else:
+                            sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+                        found = tl.maximum(found, tl.max((sees & keep[None, :]).to(tl.int32), 1))
+                        left = tl.max(asked.to(tl.int32) - found)
     return found > 0
 
 

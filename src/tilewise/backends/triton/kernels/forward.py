@@ -124,11 +124,10 @@ def forward(
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
-    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-    lse += pair.to(tl.int64) * seqlen_q
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
     if CAREFUL:
-        mends = to_mend(o, lse, rows, row, o_row, seqlen_q, limit, V_DIM, V_DIM_B, V_CUT)
+        found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+        mends = to_mend(found, lse + pair.to(tl.int64) * seqlen_q, rows, row, o_row, seqlen_q, limit, V_DIM, V_DIM_B, V_CUT)
         if tl.max(mends.to(tl.int32)) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
@@ -210,14 +209,15 @@ def forward(
     else:
         acc = acc * share[:, None]
         acc_b = acc_b * share[:, None]
+    if not CAREFUL:
+        tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
+    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     if CAREFUL:
         left = natural == float("-inf")  # of a bias of -inf, whose rows have nothing
         acc = mended(o, tl.where(left[:, None], 0.0, acc), mends, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
         if V_DIM_B:
             acc_b = tl.where(left[:, None], 0.0, acc_b)
             acc_b = mended(o + V_DIM, acc_b, mends, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT)
-    else:
-        tl.store(lse + rows, natural, mask=rows < seqlen_q)
     store_rows(o, acc, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if V_DIM_B:
         store_rows(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
