@@ -1,4 +1,4 @@
-"""Writes the list of tests that `make test` runs every second day (tests/shared/sampled.py): those of which a cell takes a second.
+"""Writes the list of tests that `make test` runs every third day (tests/shared/sampled.py): those of which a cell takes a second.
 
     TILEWISE_TEST_SHARE=0.33 python -m pytest -n auto --durations=0 > run.log; python tools/long_tests.py run.log
 

@@ -3,7 +3,7 @@
 `@pytest.mark.sampled(0.2)` takes a fifth of a test's cells, at least one of each kind: each value that more than one of them has, of an argument
 or of a field of one (of those in `of="mask,name"`, where that is given); of a mask, its expression without numbers. The others are marked slow. A
 test of many cells that is not marked so is sampled where TILEWISE_TEST_SHARE is less than 1. There, too, the tests of long.txt, which take a second,
-run every second day (tools/long_tests.py writes that list); those marked so run every day, as cells are chosen of them.
+run every third day (tools/long_tests.py writes that list); those marked so run every day, as cells are chosen of them.
 """
 
 import datetime
@@ -70,9 +70,9 @@ def _of_item(item: pytest.Item) -> set[Hashable]:
 
 
 def resting(tests: Sequence[str], seed: str) -> set[str]:
-    """Those that do not run on the day of that seed: every second one, and the others on the next day."""
+    """Those that do not run on the day of that seed: two of three, of which one runs on each of the next days."""
     day = datetime.datetime.strptime(seed, "%Y%m%d").toordinal() if re.fullmatch(r"2\d{7}", seed) else zlib.crc32(seed.encode())
-    return set(sorted(tests)[day % 2 :: 2])
+    return set(tests) - set(sorted(tests)[day % 3 :: 3])
 
 
 def _share(item: pytest.Item) -> float:
