@@ -26,7 +26,7 @@ def held(name: str, case: cases.Case) -> float:
     return getattr(conformance, name)(Triton(), case)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.id)
 def test_cases(case):
     interpreted(held, "run_case", case)
