@@ -71,6 +71,12 @@ def test_a_bias_of_another_dtype():
         torch.testing.assert_close(triangle_attention(*inputs[:3], bias).double(), want, atol=2e-2, rtol=2e-2)
 
 
+def test_no_entries():
+    inputs = problem(1, 2, 2, 5, 7, 8)
+    got = triangle_attention(*(x[:0] for x in inputs))
+    assert got.shape == (0, 2, 2, 5, 8) and torch.autograd.grad(got.sum(), inputs[0])[0].count_nonzero() == 0
+
+
 def test_what_is_refused():
     inputs = problem(1, 3, 2, 5, 7, 8)
     mask = torch.ones(1, 3, 1, 1, 7, dtype=torch.bool)

@@ -83,6 +83,8 @@ def test_flash_attn():
     from flash_attn.ops.triton.rotary import apply_rotary  # noqa: F401
 
     assert all(getattr(peer, name) is getattr(flash_attn, name) for name in flash_attn.__all__ if name.startswith("flash_attn_"))
+    exec("from flash_attn import *", taken := {})
+    assert taken["flash_attn_func"] is flash_attn.flash_attn_func and set(peer.__all__) <= set(vars(peer))
     assert peer.__version__ == metadata.version("flash-attn") == metadata.version("flash_attn") == "2.8.4+tilewise"
     assert metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
     assert metadata.metadata("flash-attn")["Name"] == "flash-attn" and metadata.distribution("flash-attn").files is None

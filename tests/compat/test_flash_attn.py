@@ -175,6 +175,7 @@ def test_it_compiles_whole():
 
 
 Q = randn(2, 5, 4, 8)
+BOUNDS = torch.tensor([0, 5], dtype=torch.int32)
 WRONG = {
     "heads": (
         lambda: flash_attn.flash_attn_func(Q, Q[:, :, :3], Q[:, :, :3]),
@@ -211,6 +212,17 @@ WRONG = {
     "cu lengths": (
         lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 3, 5]), torch.tensor([0, 5]), 5, 5),
         "cu_seqlens_k has length 2, but cu_seqlens_q has length 3",
+    ),
+    **{
+        f"cu, {name}": (
+            lambda bounds=bounds: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], bounds, bounds, 5, 5),
+            "cu_seqlens_q must be a torch.Tensor",
+        )
+        for name, bounds in (("a list", [0, 5]), ("none", None))
+    },
+    "on meta": (
+        lambda: flash_attn.flash_attn_varlen_func(*(x.to("meta") for x in (Q[0], Q[0], Q[0], BOUNDS, BOUNDS)), 5, 5),
+        "is on the meta device",
     ),
     "packed slopes": (
         lambda: flash_attn.flash_attn_varlen_func(Q[0], Q[0], Q[0], torch.tensor([0, 5]), torch.tensor([0, 5]), 5, 5, alibi_slopes=SLOPES),

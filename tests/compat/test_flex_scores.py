@@ -28,6 +28,7 @@ def same_document(b, h, q, k):
 SLOPES, ROWS = torch.tensor([0.5, 0.25, 0.125, 0.0625]), normal(2, 33, seed=7)
 TABLE = normal(4, 90, seed=8).requires_grad_()
 PLACES = normal(33, 3, seed=5)
+TRAINED = torch.tensor(0.5, requires_grad=True)
 
 
 @torch.library.custom_op("approx::tanh", mutates_args=())
@@ -126,6 +127,25 @@ def test_linear_alibi_under_a_causal_mask_needs_no_bias():
     assert changes_of(lambda s, b, h, q, k: s + trained[h] * (k - q), q, 33, tw.Causal()).slopes is None
 
 
+LEARNED = {  # the shape of what a score_mod captures, the term that it adds, and that term for all pairs of 33 keys
+    "a function of it": ((4,), lambda p, h, q, k: p.exp()[h] * (k - q), lambda p, q, k: p.exp()[:, None, None] * (k - q)),
+    "in two steps": ((4, 2), lambda p, h, q, k: p[h, 0] * (k - q).abs(), lambda p, q, k: p[:, 0, None, None] * (k - q).abs()),
+    "turned": ((4, 33), lambda p, h, q, k: p.T[k, h], lambda p, q, k: p[:, None, :]),
+    "a number's power": ((4,), lambda p, h, q, k: p[h] * 0.9 ** (q - k).abs(), lambda p, q, k: p[:, None, None] * 0.9 ** (q - k).abs()),
+}
+
+
+@pytest.mark.parametrize(("shape", "term", "of_all"), LEARNED.values(), ids=LEARNED)
+def test_what_is_computed_from_a_captured_tensor_gives_it_a_gradient(shape, term, of_all):
+    q, k, v = (normal(1, 4, 33, 8, dtype=torch.float64, seed=seed) for seed in range(3))
+    p = normal(*shape, dtype=torch.float64, seed=4).mul_(0.1).requires_grad_()
+    o = flex_attention(q, k, v, lambda s, b, h, i, j: s + term(p, h, i, j))
+    at = torch.arange(33, dtype=torch.float64)
+    want = ((q @ k.mT) * 8**-0.5 + of_all(p, at[:, None], at)).softmax(-1) @ v
+    torch.testing.assert_close(o, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), p) for x in (o, want)))
+
+
 def test_results_are_those_of_torchs_flex_attention():
     """On CPUs torch's has no gradient."""
     made = create_block_mask(and_masks(causal, same_document), None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
@@ -192,6 +212,8 @@ REFUSED = {
         UnsupportedError,
         "score_mod asks for the shape of its indices",
     ),
+    "detached": (refused(lambda s, b, h, q, k: s.detach() + h), UnsupportedError, "score_mod detaches the score"),
+    "a trained scale": (refused(lambda s, b, h, q, k: s * TRAINED.exp()), UnsupportedError, "score_mod does something to the score"),
     "drawn": (refused(lambda s, b, h, q, k: s + torch.rand_like(s)), UnsupportedError, "score_mod draws random numbers"),
 }
 

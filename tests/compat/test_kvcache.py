@@ -255,6 +255,8 @@ WRONG = {
         call(**NEW, cache_seqlens=3, alibi_slopes=torch.ones(3, Q.shape[2])),
         "alibi_slopes has batch 3, but q has batch 2",
     ),
+    "padding": (call(**NEW, cache_seqlens=3, cache_leftpad=torch.tensor([0, -1])), "leftpad must not be negative"),
+    "much padding": (call(**NEW, cache_seqlens=3, cache_leftpad=torch.tensor([99, 0])), "leftpad .* is beyond the lengths"),
     "row of pages": (
         call(block_table=TABLE, cache_batch_idx=torch.tensor([0, 2])),
         r"cache_batch_idx must be between 0 and 1, got \[0, 2\]",
@@ -284,6 +286,9 @@ WRONG_OF_THE_THIRD = {
     "tables": ({"rotary_sin": ANGLES[:9]}, r"rotary_sin has shape .*9, 8.*, but rotary_cos has shape"),
     "qv's heads": ({"qv": HEADS_OF_QUERIES[:, :2]}, "qv has shape before head_dim .*3, 2.*, but q has shape before head_dim .*3, 4"),
     "qv": ({"qv": [1.0]}, "qv must be a torch.Tensor"),
+    "a sink's heads": ({"s_aux": torch.ones(3)}, "s_aux has heads_q 3, but q has"),
+    "padding": ({"cache_leftpad": torch.tensor([0, 9])}, "leftpad .* is beyond the lengths"),
+    "bounds of nothing": ({"cu_seqlens_q": torch.tensor(0)}, "cu_seqlens_q must have"),
     "q_descale": ({"q": HEADS_OF_QUERIES.to(EIGHT.dtype), "q_descale": torch.ones(3, 2)}, "q_descale has batch 3, but q has batch 2"),
     "heads of q_descale": (
         {"q": HEADS_OF_QUERIES.to(EIGHT.dtype), "q_descale": torch.ones(2, 1)},

@@ -53,6 +53,16 @@ def test_activating_and_removing_leaves_torch_as_it_was():
     assert attention.current_flash_attention_impl() is None
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_one_name_registered_twice(order):
+    names = torch.nn.attention.list_flash_attention_impls()
+    handles = [torch_flash.register() for _ in range(2)]
+    for place in order:
+        assert "tilewise" in torch.nn.attention.list_flash_attention_impls()
+        handles[place].remove()
+    assert torch.nn.attention.list_flash_attention_impls() == names
+
+
 def test_a_name_that_torch_knows_gets_its_meaning_back():
     from torch.nn.attention import _registry
 

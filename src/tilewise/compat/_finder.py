@@ -148,6 +148,8 @@ class _Finder(Loader):
             module.__dict__.update(
                 {key: value for key, value in vars(ours).items() if key in KEPT or not (key[:2] == "__" or _is_module(value))}
             )
+            if names := module.__dict__.get("__all__"):  # a module among them is one of the package's own, or is left out
+                module.__dict__["__all__"] = [key for key in names if not _is_module(getattr(ours, key, None))]
         inside = f"{module.__name__}."
         for loaded in [name for name in sys.modules if name.startswith(inside) and "." not in name[len(inside) :]]:
             setattr(module, loaded[len(inside) :], sys.modules[loaded])  # theirs, imported before

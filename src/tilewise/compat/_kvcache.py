@@ -9,7 +9,7 @@ from torch.compiler import is_compiling
 
 from tilewise import decoding
 from tilewise.compat import _translate as translate
-from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_heads, check_like, check_size, check_tensor
+from tilewise.errors import DTYPES, EIGHT_BITS, ShapeError, UnsupportedError, check_heads, check_like, check_sink, check_size, check_tensor
 from tilewise.masks import SlidingWindow
 from tilewise.problem import Share
 from tilewise.rotary import rotated
@@ -225,6 +225,13 @@ def attend(
     check_heads(q.shape[-2], cache.k.shape[2])
     check_size("k_cache", "head_dim", cache.k.shape[3], q.shape[-1], "q")
     decoding.slopes_of(given.alibi_slopes, q, batch, "q")
+    if given.sink is not None:
+        check_sink(given.sink, q, q.shape[-2])
+    if cache.leftpad is not None:
+        check_tensor("leftpad", cache.leftpad, ("batch",), INDEX_DTYPES)
+        check_size("leftpad", "batch", cache.leftpad.shape[0], batch, "q")
+        if type(cache.leftpad) is Tensor and not is_compiling() and values.wanted(q.device, False):
+            values.check_padding(cache.leftpad, (cache.lengths + _new(k, cu_seqlens_k_new)).tolist())
     for name, x, scale in (("k", cache.k, cache.k_scale), ("v", cache.v, cache.v_scale)):
         if scale is not None:
             decoding.scale_of(name, scale, x, batch, "q")
@@ -243,7 +250,7 @@ def attend(
     if k is not None and v is not None:
         turn: Turn = {} if rotary is None else rotary.of_keys()
         decoding.append(cache.k, cache.v, k, v, **cache.places(), cu_seqlens=cu_seqlens_k_new, **turn)
-        cache = replace(cache, lengths=cache.lengths + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()))
+        cache = replace(cache, lengths=cache.lengths + _new(k, cu_seqlens_k_new))
     if qv is not None or from_padding:
         return _attend_packed(q, cache, given, qv, cu_seqlens_q)
     given = translate.with_scale(given, q)
@@ -261,6 +268,11 @@ def attend(
         return_lse=True,
     )
     return o[..., : cache.v.shape[-1]], lse
+
+
+def _new(k: Tensor | None, cu_seqlens: Tensor | None) -> int | Tensor:
+    """How many tokens are appended to each sequence."""
+    return 0 if k is None else k.shape[1] if cu_seqlens is None else cu_seqlens.diff()
 
 
 def _tokens(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def visible(causal, window_size, chunk: int = 0) -> tuple[bool, Mask | None]:
     if type(window_size) is not tuple or window_size != FULL_WINDOW:
         try:
             left, right = (-1 if side is None else int(side) for side in window_size)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
     return (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
 
@@ -239,9 +239,10 @@ def attend_packed(
 
 def first_tokens(*cu_seqlens: Tensor) -> list[int]:
     """Where the first sequence begins, of each of cu_seqlens; 0 where nobody may look, and of what is no cu_seqlens. Waits for the device."""
-    if is_compiling() or (any(x.is_cuda for x in cu_seqlens) and torch.cuda.is_current_stream_capturing()):
+    known = [x for x in cu_seqlens if isinstance(x, Tensor) and not x.is_meta]
+    if len(known) < len(cu_seqlens) or is_compiling() or (any(x.is_cuda for x in known) and torch.cuda.is_current_stream_capturing()):
         return [0] * len(cu_seqlens)
-    return [max(int(x[0]), 0) if x.dim() == 1 and x.shape[0] and x.dtype in api.INDEX_DTYPES else 0 for x in cu_seqlens]
+    return [max(int(x[0]), 0) if x.dim() == 1 and x.shape[0] and x.dtype in api.INDEX_DTYPES else 0 for x in known]
 
 
 @overload

@@ -72,6 +72,8 @@ def triangle_attention(
     for b in range(batch):  # a bias is shared by all rows of one entry
         q4, k4, v4 = (given[name][b].transpose(1, 2) for name in ("q", "k", "v"))
         outputs.append(attention(q4, k4, v4, bias=added[b], mask=_visible(given, b, keys), scale=scale).transpose(1, 2))
+    if not outputs:
+        return given["q"].clone()  # which has no elements
     return outputs[0] if one else outputs[0].unsqueeze(0) if batch == 1 else torch.stack(outputs)
 
 

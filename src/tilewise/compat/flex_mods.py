@@ -247,7 +247,9 @@ def record(mod: Callable, device: torch.device, score: torch.dtype | None = None
     names = INPUTS if score is None else ("score", *INPUTS)
     dtypes = {"score": score}
     steps: list[Step] = []
-    with torch.no_grad():
+    with torch.set_grad_enabled(
+        score is not None and torch.is_grad_enabled()
+    ):  # a score_mod may compute from what it captures before it indexes it
         inputs = [Tracer(torch.zeros(1, dtype=dtypes.get(name, torch.int64), device=device), steps, name) for name in names]
         try:
             result = mod(*inputs)

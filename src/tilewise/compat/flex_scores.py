@@ -96,6 +96,8 @@ def _through(step: Step, at: dict[int | str, Score]) -> Score:
         if name in ("add", "sub", "rsub") and len(args) == 2:
             turned = name == "rsub" if first else name == "sub"
             return (_times(score, -1.0) if turned else score)._replace(added=True)
+        if name == "detach" and torch.is_grad_enabled():
+            raise Unrecognised("detaches the score, which then has no gradient")
         if name in ("_to_copy", "clone", "alias", "detach") and step.kwargs.get("dtype") in (None, torch.float32, torch.float64):
             return score
         if name == "where" and len(args) == 3 and scores[0] is None and isinstance(args[0], Ref):
@@ -207,7 +209,7 @@ def bias_of(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
     try:
         for number, step in enumerate(program.steps):
             args, kwargs = step.arguments(tensors)
-            tensors[number] = step.function(*_tensors(args, dtype, query.device), **kwargs)
+            tensors[number] = step.function(*_tensors(step, args, dtype, query.device), **kwargs)
         bias = tensors[result.at].to(dtype)
         return bias.expand(*torch.broadcast_shapes(bias.shape, (1, 1, 1, seqlen_k))).contiguous()
     except (RuntimeError, IndexError, TypeError) as error:
@@ -216,6 +218,7 @@ def bias_of(changes: Changes, query: Tensor, seqlen_k: int) -> Tensor:
         ) from error
 
 
-def _tensors(args: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
-    """args with a first number, which is the score or stands before it, as a tensor, as operators want."""
-    return (torch.tensor(args[0], dtype=dtype, device=device), *args[1:]) if args and isinstance(args[0], float) else args
+def _tensors(step: Step, args: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
+    """args with a first number, which is the score or stands before it, as a tensor, where the operator wants one."""
+    wanted = args and isinstance(args[0], float) and isinstance(step.function._schema.arguments[0].type, torch.TensorType)
+    return (torch.tensor(args[0], dtype=dtype, device=device), *args[1:]) if wanted else args

@@ -38,7 +38,7 @@ class Handle:
 
         self.name, self._registry = name, _registry
         self._before = _registry._FLASH_ATTENTION_IMPLS.get(name)
-        self._activate: Callable[[], Kernels] | None = lambda: Kernels("CUDA")
+        self._activate: Callable[[], Kernels] | None = _Activation(self)
         torch.nn.attention.register_flash_attention_impl(name, register_fn=self._activate)
 
     def remove(self) -> None:
@@ -50,10 +50,13 @@ class Handle:
             torch.nn.attention.restore_flash_attention_impl()
         registered = self._registry._FLASH_ATTENTION_IMPLS
         if registered.get(self.name) is self._activate:
-            if self._before is None:
+            before = self._before
+            while isinstance(owner := getattr(before, "handle", None), Handle) and owner._activate is None:  # removed meanwhile
+                before = owner._before
+            if before is None:
                 del registered[self.name]
             else:
-                registered[self.name] = self._before
+                registered[self.name] = before
         self._activate = None
 
 
@@ -63,6 +66,16 @@ def register(name: str = "tilewise") -> Handle:
     A name that torch knows, such as "FA3", stands for tilewise from then on: for those who activate that one themselves.
     """
     return Handle(name)
+
+
+class _Activation:
+    """What torch calls to activate the implementation."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def __call__(self) -> "Kernels":
+        return Kernels("CUDA")
 
 
 class Kernels:

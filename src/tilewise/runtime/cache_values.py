@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise.errors import ShapeError
+from tilewise.errors import ShapeError, check_tensor
 from tilewise.problem import Share
 
 # What os.environ reads, where it is CPython's, in a twentieth of the time.
@@ -98,8 +98,9 @@ def check_padding(leftpad: Tensor, lengths: list[int]) -> None:
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, total: int) -> list[int]:
     """The bounds of packed sequences, which start at 0, do not decrease and end within `total` tokens."""
+    check_tensor(name, cu_seqlens, ("sequences + 1",), (torch.int32, torch.int64))
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > total or any(a > b for a, b in pairwise(bounds)):
+    if not bounds or bounds[0] != 0 or bounds[-1] > total or any(a > b for a, b in pairwise(bounds)):
         raise ShapeError(f"{name} must start at 0, not decrease and end at most at the {total} tokens that are given, got {bounds}")
     return bounds
 
