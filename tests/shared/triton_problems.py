@@ -323,3 +323,28 @@ def _pair_by_pair(q, k, v, d_o, mask, scale, o, lse) -> tuple[Tensor, ...]:
         found[2][0, keys, 0] += d_s * q[0, i, h]
         found[3][0, keys, 0] += p * d_o[0, i, h]
     return found
+
+
+def a_row_as_low_as_its_dtype_goes_hides_nothing_more() -> None:
+    """A bias of finfo.min for a whole row leaves an ordinary row, and NaN that the mask hides from others stays hidden; gradients are finite."""
+    q, k, v, d_o = (torch.randn(1, 40, heads, 16) for heads in (2, 1, 1, 2))
+    bias = torch.zeros(1, 1, 40, 40)
+    bias[..., 3, :] = torch.finfo(torch.float32).min
+    call = Call(q=q, k=k, v=v, mask=Causal(), scale=0.3, bias=bias, grad=True)
+    found = []
+    for hidden in (0.0, math.nan):
+        k[:, -1], v[:, -1] = hidden, hidden
+        o, lse = Triton().forward(call)
+        found.append([x[:, :-1] for x in (o, *Triton().backward(call, o, lse, d_o * (torch.arange(40) < 39)[:, None, None], None)[:1])])
+    assert all(map(torch.equal, *found)) and all(x.isfinite().all() for x in found[0])
+
+
+def a_large_lse_bounds_its_gradients(backend) -> None:
+    """P is at most 1, though an LSE of 3e8 is rounded by 16: dV of ones is at most as many as queries see the key."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    q, k, v = (torch.randn(1, 24, 2, 16, generator=generator) for _ in range(3))
+    call = Call(q=q * 3e4, k=k * 3e4, v=v, mask=Full(), scale=0.25, grad=True)
+    o, lse = backend.forward(call)
+    assert lse.abs().max() > 1e8
+    d_v = backend.backward(call, o, lse, torch.ones_like(o), None)[2]
+    assert d_v.abs().max() <= 24.0 + 1e-3

@@ -138,3 +138,19 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(isa, case, threads):
     for n in (2, 3, 8):
         threads(n)
         assert all(torch.equal(x, y) for x, y in zip(once, everything(), strict=True)), f"{n} threads"
+
+
+@ISAS
+@pytest.mark.parametrize(
+    ("seqlen_q", "dtype"), [(24, torch.float32), (24, torch.bfloat16), (24, torch.float16), (2, torch.float32)], ids=str
+)
+def test_a_large_lse_bounds_its_gradients(isa, seqlen_q, dtype):
+    """P is at most 1, though an LSE of 3e8 is rounded by 16: dV of ones is at most as many as queries see the key."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    q, k, v = (torch.randn(1, seqlen, 2, 64, generator=generator) for seqlen in (seqlen_q, 40, 40))
+    call = Call(q=(q * 1e4).to(dtype), k=(k * 1e4).to(dtype), v=v.to(dtype), mask=Full(), scale=0.125, grad=True)
+    backend = _backend(isa)
+    o, lse = backend.forward(call)
+    assert lse.abs().max() > 1e8
+    d_v = backend.backward(call, o, lse, torch.ones_like(o), None)[2]
+    assert d_v.abs().max() <= seqlen_q * 1.01

@@ -59,3 +59,17 @@ def test_what_lies_beyond_all_rows_is_not_read(mask):
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(30, 5), Documents((0, 20, 45, 70), inner=Causal()), PrefixLM(13)], ids=str)
 def test_what_is_not_finite_stays_the_formulas(mask, dtype):
     interpreted(problems.what_is_not_finite_stays_the_formulas, mask, dtype)
+
+
+def test_a_row_as_low_as_its_dtype_goes_hides_nothing_more():
+    interpreted(problems.a_row_as_low_as_its_dtype_goes_hides_nothing_more)
+
+
+def bounded() -> None:
+    from tilewise.backends.triton import Triton
+
+    problems.a_large_lse_bounds_its_gradients(Triton())
+
+
+def test_a_large_lse_bounds_its_gradients():
+    interpreted(bounded)

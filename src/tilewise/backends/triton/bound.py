@@ -373,7 +373,7 @@ class Bound:
         tiles = {"TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages}
         constants: dict[str, object] = {**self.flags, "CAREFUL": False, "MASK": mask, **tiles, **self.widths, **more}
         for names, dim in zip(PARTS, self.dims, strict=True):
-            constants |= dict(zip(names, configs.parts(dim, halves=constants["CAREFUL"]), strict=True))
+            constants |= dict(zip(names, configs.parts(dim, halves=bool(constants["CAREFUL"])), strict=True))
         if self.quantiser is not None:
             constants |= self.quantiser.parts
         narrow = self.like.q.dtype.itemsize < 4

@@ -216,6 +216,7 @@ TW_INLINE void weigh_gradients(const TileQueries& queries, const TileGradBuffers
       __asm__("" : "+v"(s));  // rounded as in the forward: of a huge score nothing must be left but its difference to LSE's own bits
       p[u] = (s - lse[u % 2]) * splat(kLog2e);
     }
+    p[u] = at_most_0(p[u]);
   }
   power_each<T, 4>(p);
   TW_UNROLL for (int u = 0; u < 4; u++) {

@@ -88,7 +88,7 @@ static void weigh_few(const FewPlan& plan, const FewScratch& s, int64_t row, int
     for (int64_t j = 0; j < keys; j += L) store(p + j, load(p + j) * factor);  // rounded here, as in the forward
     __asm__ volatile("" ::: "memory");
     for (int64_t j = 0; j < keys; j += L) {
-      vf x = load(p + j) - splat(s.lse[r]);
+      vf x = at_most_0(load(p + j) - splat(s.lse[r]));
       exp_each<1>(&x);
       store(p + j, x);
       store(ds + j, x * (load(ds + j) - splat(s.delta[r])));

@@ -14,6 +14,9 @@ TW_INLINE vf power_of_two(vf t) { return (vf)((vi)t << 23); }
 constexpr float kExp2[6] = {0.6931471824645996f,   0.24022647738456726f,   0.055503323674201965f,
                             0.00961843691766262f, 0.0013398875016719103f, 0.00015353361959569156f};
 
+// The exponent of a probability from a score and LSE, which may have been rounded down by much where it is large; NaN stays.
+TW_INLINE vf at_most_0(vf x) { return x > vf{} ? vf{} : x; }
+
 // exp(x) = 2^n (1 + (2^f - 1)). x <= -88.03 (2^-127), -inf included, gives exactly 0; a NaN comes through, whatever its payload, because 2^n is
 // multiplied in. U independent evaluations step by step, so that their latencies overlap.
 template <int U>

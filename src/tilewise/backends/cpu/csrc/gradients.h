@@ -108,7 +108,7 @@ struct GradTile {
         const int64_t at = (r + x) * kQueryBlock;
         vf s[W], p[W];
         TW_UNROLL for (int w = 0; w < W; w++) s[w] = load(t.b.p + at + w * L);
-        TW_UNROLL for (int w = 0; w < W; w++) p[w] = s[w] - t.lse[w];
+        TW_UNROLL for (int w = 0; w < W; w++) p[w] = at_most_0(s[w] - t.lse[w]);
         exp_each<W>(p);
         TW_UNROLL for (int w = 0; w < W; w++) {
           if constexpr (General) {

@@ -8,7 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import beyond, finite, mended, not_finite, spoiled, to_mend
+from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -36,7 +36,7 @@ def prepare(
         if tl.max((found != found).to(tl.int32)) > 0:  # O is loaded again: registers do not hold it
             again = load_rows(o, row, o_row, dims, limit, V_COLUMNS, True).to(tl.float32)
             alone = tl.load(lse + at, mask=rows < seqlen_q, other=0.0) == tl.load(sink + h).to(tl.float32)
-            found = tl.where(alone & (tl.max(tl.abs(again), 1) == 0.0), 0.0, found)
+            found = tl.where(alone & (tl.max((again != 0.0).to(tl.int32), 1) == 0), 0.0, found)
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)
@@ -44,9 +44,12 @@ def prepare(
 
 @triton.jit
 def probability(x, lse, scale, MODIFIED: tl.constexpr):
-    """exp(score - LSE) of q.k, or of a MODIFIED score; rows that see nothing have an LSE of -inf, and probabilities of 0."""
+    """exp(score - LSE) of q.k, or of a MODIFIED score, at most 1, as an LSE may be rounded down by much; rows that see nothing have an LSE of -inf,
+    and probabilities of 0.
+    """
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    return tl.math.exp2((x - lse) * LOG2E) if MODIFIED else tl.math.exp2(x * (scale * LOG2E) - lse * LOG2E)
+    y = (x - lse) * LOG2E if MODIFIED else x * (scale * LOG2E) - lse * LOG2E
+    return tl.math.exp2(tl.minimum(y, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -155,8 +158,7 @@ def dq(
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
     if CAREFUL:
         found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-        mends = to_mend(found, lse + pair.to(tl.int64) * seqlen_q, rows, row, d_q_row, seqlen_q, limit, DIM, DIM_B, CUT)
-        if tl.max(mends.to(tl.int32)) == 0:
+        if spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
@@ -212,9 +214,9 @@ def dq(
     d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
     acc, acc_b = acc * scale, acc_b * scale
     if CAREFUL:
-        acc = mended(d_q, acc, mends, row, d_q_row, dims, limit, 0 if DIM_B else CUT)
+        acc = mended(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT)
         if DIM_B:
-            acc_b = mended(d_q + DIM, acc_b, mends, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
+            acc_b = mended(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
     store_rows(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     if DIM_B:
         store_rows(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
@@ -346,16 +348,8 @@ def dkdv(
     d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
     d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    begin, end = rows, rows
-    if MASK != "tiles":
-        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
-    if CAREFUL:
-        mends = spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT) | spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT)
-        mends = mends & ~beyond(
-            mends, lse, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes, MASK, GROUP,
-            TILE_M, TILE_N,
-        )  # fmt: skip
-        if tl.max(mends.to(tl.int32)) == 0:
+    if CAREFUL:  # noqa: SIM102 - a constant
+        if spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT) + spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT) == 0:
             return
     k_tile = load_rows(k, row, k_row, dims, limit, 0 if DIM_B else CUT, True)
     k_tile_b = load_rows(k + DIM, row, k_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else k_tile
@@ -383,6 +377,7 @@ def dkdv(
                     TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
                 )  # fmt: skip
     else:
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
         first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
         if CAREFUL:
             free, stop = last, last
@@ -404,12 +399,12 @@ def dkdv(
     d_k_acc, d_k_acc_b = d_k_acc * scale, d_k_acc_b * scale
     d_v_acc, d_v_acc_b = d_v_acc * keep_scale, d_v_acc_b * keep_scale
     if CAREFUL:
-        d_k_acc = mended(d_k, d_k_acc, mends, row, d_k_row, dims, limit, 0 if DIM_B else CUT)
-        d_v_acc = mended(d_v, d_v_acc, mends, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
+        d_k_acc = mended(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT)
+        d_v_acc = mended(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
         if DIM_B:
-            d_k_acc_b = mended(d_k + DIM, d_k_acc_b, mends, row, d_k_row, tl.arange(0, DIM_B), limit, CUT)
+            d_k_acc_b = mended(d_k + DIM, d_k_acc_b, row, d_k_row, tl.arange(0, DIM_B), limit, CUT)
         if V_DIM_B:
-            d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, mends, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
+            d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
     store_rows(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     store_rows(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if DIM_B:

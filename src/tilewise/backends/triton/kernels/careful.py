@@ -9,67 +9,17 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels.products import load_rows
-from tilewise.backends.triton.kernels.visible import by_table, walk
-
-# Beyond it half an ulp of a score in base 2 is 128, and exp(score - LSE) may overflow: what such a row has, NaN and all, is what it keeps.
-LARGEST_LSE = tl.constexpr(2.0**31 * 0.6931471805599453)
-
-
-@triton.jit
-def _keeps(lse):
-    """Whether rows with this LSE keep what they have."""
-    return ~((tl.abs(lse) < LARGEST_LSE) | (lse == float("-inf")))
 
 
 @triton.jit
 def spoiled(x, row, x_row, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
-    """Which rows of a tile in memory hold a NaN, (rows,)."""
+    """Whether a tile in memory holds a NaN, as 0 or 1."""
     tile = load_rows(x, row, x_row, tl.arange(0, DIM), limit, 0 if DIM_B else CUT, True).to(tl.float32)
-    found = tl.max((tile != tile).to(tl.int32), 1)
+    found = tl.max((tile != tile).to(tl.int32))
     if DIM_B:
         tile_b = load_rows(x + DIM, row, x_row, tl.arange(0, DIM_B), limit, CUT, True).to(tl.float32)
-        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32), 1))
-    return found > 0
-
-
-@triton.jit
-def to_mend(x, lse, rows, row, x_row, seqlen_q, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
-    """Which rows of queries hold a NaN in x that may not be the formula's, (rows,)."""
-    of_rows = tl.load(lse + rows, mask=rows < seqlen_q, other=0.0)
-    return spoiled(x, row, x_row, limit, DIM, DIM_B, CUT) & ~_keeps(of_rows)
-
-
-@triton.jit
-def beyond(
-    asked, lse, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes,
-    MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-):  # fmt: skip
-    """Which of the asked keys are seen by a query that keeps what it has, (TILE_N,); pair: of the group's first query head."""
-    found, row, column = tl.zeros([TILE_N], tl.int32), tl.arange(0, TILE_N), tl.arange(0, TILE_M)
-    left = tl.max(asked.to(tl.int32))  # whether a key is still to be found; loops have no other end
-    for head in range(0, GROUP):
-        r_first, r_last, ref = 0, 1, 0
-        if MASK == "tiles":
-            span = spans + (tl.load(planes + pair + head) * n_tiles + n) * 3
-            r_first, r_last = tl.load(span), tl.load(span + 2)
-        for r in range(r_first, r_last):
-            if MASK == "tiles":
-                first, last, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1), tl.load(runs + r * 4 + 2)
-            else:
-                first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
-            for m in range(first, last):
-                if left > 0:
-                    queries = m * TILE_M + column
-                    at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
-                    keep = _keeps(tl.load(lse + at, mask=queries < seqlen_q, other=0.0))
-                    if tl.max(keep.to(tl.int32)) > 0:
-                        if MASK == "tiles":
-                            sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
-                        else:
-                            sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
-                        found = tl.maximum(found, tl.max((sees & keep[None, :]).to(tl.int32), 1))
-                        left = tl.max(asked.to(tl.int32) - found)
-    return found > 0
+        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32)))
+    return found
 
 
 @triton.jit
@@ -103,7 +53,7 @@ def _count(a, b, acc, EMULATED: tl.constexpr):
 
 
 @triton.jit
-def mended(at, x, mends, rows, stride, columns, limit, COLUMNS: tl.constexpr):
-    """What a tile in memory holds, with x in place of NaN in rows to mend."""
+def mended(at, x, rows, stride, columns, limit, COLUMNS: tl.constexpr):
+    """What a tile in memory holds, with x in place of NaN."""
     old = load_rows(at, rows, stride, columns, limit, COLUMNS, True).to(tl.float32)
-    return tl.where((old != old) & mends[:, None], x, old)
+    return tl.where(old != old, x, old)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
-from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, to_mend
+from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -127,8 +127,7 @@ def forward(
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
     if CAREFUL:
         found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-        mends = to_mend(found, lse + pair.to(tl.int64) * seqlen_q, rows, row, o_row, seqlen_q, limit, V_DIM, V_DIM_B, V_CUT)
-        if tl.max(mends.to(tl.int32)) == 0:
+        if spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
@@ -185,6 +184,7 @@ def forward(
                 pair, draw, scales, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
                 V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, False,
             )  # fmt: skip
+    dead = (top == float("-inf")) & (total == 0.0)  # all scores are -inf, and none is NaN
     if not MODIFIED:
         top = top * LN2
     if EIGHT and not SOFTCAP:
@@ -213,11 +213,10 @@ def forward(
         tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     if CAREFUL:
-        left = natural == float("-inf")  # of a bias of -inf, whose rows have nothing
-        acc = mended(o, tl.where(left[:, None], 0.0, acc), mends, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
+        acc = mended(o, tl.where(dead[:, None], 0.0, acc), row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
         if V_DIM_B:
-            acc_b = tl.where(left[:, None], 0.0, acc_b)
-            acc_b = mended(o + V_DIM, acc_b, mends, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT)
+            acc_b = tl.where(dead[:, None], 0.0, acc_b)
+            acc_b = mended(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT)
     store_rows(o, acc, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if V_DIM_B:
         store_rows(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
