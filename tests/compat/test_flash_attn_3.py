@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peer_oracle import call_of, check, qkv, randn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilewise as tw
 from tilewise.compat import flash_attn_3
@@ -88,6 +89,13 @@ def test_lengths_in_use_are_checked():
         flash_attn_3.flash_attn_varlen_func(q, k, v, CU, CU, 12, 12, seqused_q=torch.tensor([9, 0]))
     with pytest.raises(RuntimeError, match=r"seqused_q must be between 0 and the length of each sequence, \[9, 0, 12\], got \[9, 0, 13\]"):
         flash_attn_3.flash_attn_varlen_func(q, k, v, CU, CU, 12, 12, seqused_q=torch.tensor([9, 0, 13]))
+
+
+def test_lengths_in_use_of_fake_tensors():
+    with FakeTensorMode() as mode:
+        q = torch.empty(21, 4, 16)
+        cu, used = mode.from_tensor(CU), mode.from_tensor(torch.tensor([9, 0, 12], dtype=torch.int32))
+        assert flash_attn_3.flash_attn_varlen_func(q, q, q, cu, cu, 12, 12, seqused_q=used, seqused_k=used).shape == q.shape
 
 
 def test_empty_rows():
