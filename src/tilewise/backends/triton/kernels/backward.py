@@ -8,7 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, spoiled
+from tilewise.backends.triton.kernels.careful import mended, set_apart, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -118,11 +118,9 @@ def _visit_keys(
             draw, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
         )  # fmt: skip
         if CAREFUL:
-            acc = not_finite(acc, d_s, sees, k_tile, EMULATED)
-            k_tile = finite(k_tile)
+            acc, k_tile = set_apart(acc, d_s, sees, k_tile, EMULATED)
             if DIM_B:
-                acc_b = not_finite(acc_b, d_s, sees, k_tile_b, EMULATED)
-                k_tile_b = finite(k_tile_b)
+                acc_b, k_tile_b = set_apart(acc_b, d_s, sees, k_tile_b, EMULATED)
         d_s = narrow(d_s, k.dtype.element_ty, EMULATED)
         acc = dot(d_s, k_tile, acc, BF16_PARTS, EMULATED)
         if DIM_B:
@@ -156,7 +154,7 @@ def dq(
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    if CAREFUL:
+    if CAREFUL:  # not `d_q +=`, as in forward.py
         found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
         if spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT) == 0:
             return
@@ -286,11 +284,9 @@ def _visit_queries(
             dropped = p * tl.where(keep, 1.0, 0.0)
             d_p = d_p * tl.where(keep, keep_scale, 0.0)
         if CAREFUL:
-            d_v = not_finite(d_v, dropped, sees, d_o_tile, EMULATED)
-            d_o_tile = finite(d_o_tile)
+            d_v, d_o_tile = set_apart(d_v, dropped, sees, d_o_tile, EMULATED)
             if V_DIM_B:
-                d_v_b = not_finite(d_v_b, dropped, sees, d_o_tile_b, EMULATED)
-                d_o_tile_b = finite(d_o_tile_b)
+                d_v_b, d_o_tile_b = set_apart(d_v_b, dropped, sees, d_o_tile_b, EMULATED)
         dropped = narrow(dropped, q.dtype.element_ty, EMULATED)
         d_v = dot(dropped, d_o_tile, d_v, BF16_PARTS, EMULATED)
         if V_DIM_B:
@@ -303,11 +299,9 @@ def _visit_queries(
         if MASKED:
             d_s = tl.where(sees, d_s, 0.0)
         if CAREFUL:
-            d_k = not_finite(d_k, d_s, sees, q_tile, EMULATED)
-            q_tile = finite(q_tile)
+            d_k, q_tile = set_apart(d_k, d_s, sees, q_tile, EMULATED)
             if DIM_B:
-                d_k_b = not_finite(d_k_b, d_s, sees, q_tile_b, EMULATED)
-                q_tile_b = finite(q_tile_b)
+                d_k_b, q_tile_b = set_apart(d_k_b, d_s, sees, q_tile_b, EMULATED)
         d_s = narrow(d_s, q.dtype.element_ty, EMULATED)
         d_k = dot(d_s, q_tile, d_k, BF16_PARTS, EMULATED)
         if DIM_B:

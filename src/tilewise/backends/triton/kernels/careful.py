@@ -23,14 +23,10 @@ def spoiled(x, row, x_row, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: t
 
 
 @triton.jit
-def finite(x):
-    """x, and 0 for what is not finite."""
-    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, tl.zeros_like(x))
-
-
-@triton.jit
-def not_finite(acc, weights, sees, x, EMULATED: tl.constexpr):
-    """acc plus what infinities and NaN of x (columns, dims) give in the product of weights, of pairs that are visible: NaN, or an infinity."""
+def set_apart(acc, weights, sees, x, EMULATED: tl.constexpr):
+    """acc plus what infinities and NaN of x (columns, dims) give in the product of weights, of visible pairs: NaN or an infinity; and x with 0
+    in their place.
+    """
     wide = x.to(tl.float32)
     kind = tl.where(wide != wide, 1, tl.where(wide == float("inf"), 2, tl.where(wide == float("-inf"), 3, 0)))
     if tl.max(kind) > 0:
@@ -41,7 +37,7 @@ def not_finite(acc, weights, sees, x, EMULATED: tl.constexpr):
             value = tl.where(of_weights == of_x, float("inf"), float("-inf"))
             value = tl.where((of_weights == 1) | (of_x == 1), float("nan"), value)  # 0 times an infinity, too
             acc += tl.where(met > 0.0, value, 0.0)
-    return acc
+    return acc, tl.where(tl.abs(wide) < float("inf"), x, tl.zeros_like(x))
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
-from tilewise.backends.triton.kernels.careful import finite, mended, not_finite, spoiled
+from tilewise.backends.triton.kernels.careful import mended, set_apart, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -82,15 +82,13 @@ def _visit(
         acc = acc * fading[:, None]
         v_tile = load_rows(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
         if CAREFUL:
-            acc = not_finite(acc, weights, sees, v_tile, EMULATED)
-            v_tile = finite(v_tile)
+            acc, v_tile = set_apart(acc, weights, sees, v_tile, EMULATED)
         acc = _added(acc, p, v_tile, unit, V_TOKENS, BF16_PARTS, EMULATED)
         if V_DIM_B:
             acc_b = acc_b * fading[:, None]
             v_tile_b = load_rows(v_at + V_DIM, columns, v_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
             if CAREFUL:
-                acc_b = not_finite(acc_b, weights, sees, v_tile_b, EMULATED)
-                v_tile_b = finite(v_tile_b)
+                acc_b, v_tile_b = set_apart(acc_b, weights, sees, v_tile_b, EMULATED)
             acc_b = _added(acc_b, p, v_tile_b, unit, V_TOKENS, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
@@ -126,6 +124,7 @@ def forward(
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
     if CAREFUL:
+        # Not `o +=`: the first run, which needs it at its end alone, would hold it in registers.
         found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
         if spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT) == 0:
             return
