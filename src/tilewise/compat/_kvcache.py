@@ -227,11 +227,8 @@ def attend(
     decoding.slopes_of(given.alibi_slopes, q, batch, "q")
     if given.sink is not None:
         check_sink(given.sink, q, q.shape[-2])
-    if cache.leftpad is not None:
-        check_tensor("leftpad", cache.leftpad, ("batch",), INDEX_DTYPES)
-        check_size("leftpad", "batch", cache.leftpad.shape[0], batch, "q")
-        if type(cache.leftpad) is Tensor and not is_compiling() and values.wanted(q.device, False):
-            values.check_padding(cache.leftpad, (cache.lengths + _new(k, cu_seqlens_k_new)).tolist())
+    if type(cache.leftpad) is Tensor and not is_compiling() and values.wanted(q.device, False):  # a fake tensor has no values
+        values.check_padding(cache.leftpad, (cache.lengths + _new(k, cu_seqlens_k_new)).tolist())
     for name, x, scale in (("k", cache.k, cache.k_scale), ("v", cache.v, cache.v_scale)):
         if scale is not None:
             decoding.scale_of(name, scale, x, batch, "q")

@@ -247,9 +247,8 @@ def record(mod: Callable, device: torch.device, score: torch.dtype | None = None
     names = INPUTS if score is None else ("score", *INPUTS)
     dtypes = {"score": score}
     steps: list[Step] = []
-    with torch.set_grad_enabled(
-        score is not None and torch.is_grad_enabled()
-    ):  # a score_mod may compute from what it captures before it indexes it
+    grad = score is not None and torch.is_grad_enabled()  # of what a score_mod computes from a tensor before it indexes it
+    with torch.set_grad_enabled(grad):
         inputs = [Tracer(torch.zeros(1, dtype=dtypes.get(name, torch.int64), device=device), steps, name) for name in names]
         try:
             result = mod(*inputs)

@@ -38,7 +38,7 @@ class Handle:
 
         self.name, self._registry = name, _registry
         self._before = _registry._FLASH_ATTENTION_IMPLS.get(name)
-        self._activate: Callable[[], Kernels] | None = _Activation(self)
+        self._activate: _Activation | None = _Activation(self)
         torch.nn.attention.register_flash_attention_impl(name, register_fn=self._activate)
 
     def remove(self) -> None:
@@ -51,8 +51,8 @@ class Handle:
         registered = self._registry._FLASH_ATTENTION_IMPLS
         if registered.get(self.name) is self._activate:
             before = self._before
-            while isinstance(owner := getattr(before, "handle", None), Handle) and owner._activate is None:  # removed meanwhile
-                before = owner._before
+            while isinstance(before, _Activation) and before.handle._activate is None:  # removed meanwhile
+                before = before.handle._before
             if before is None:
                 del registered[self.name]
             else:
