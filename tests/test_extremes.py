@@ -111,3 +111,19 @@ def test_a_scale_beyond_the_dtype_s_arithmetic_is_refused():
             tw.decode(given, k.to(given.dtype), k.to(given.dtype), scale=bad)
     wide = [x.double() for x in (q, k)]
     assert tw.attention(wide[0] * 1e-300, wide[1], wide[1], scale=1e300).isfinite().all()
+
+
+@pytest.mark.parametrize("bad, softcap, over", [(1e-39, 0.0, ""), (-1e-300, 0.5, ""), (1e-9, 1e30, " over the softcap")])
+def test_a_scale_that_may_be_taken_for_0_is_refused(bad, softcap, over):
+    q, k = inputs()
+    for call in (tw.attention, tw.decode):
+        with pytest.raises(ValueError, match=f"scale{over} must be 0 or at least 1.17549e-38 in magnitude, got {bad:g}"):
+            call(q, k, k, scale=bad, softcap=softcap)
+        assert call(q, k, k, scale=0.0, softcap=softcap).isfinite().all()
+    assert tw.attention(*(x.double() for x in (q, k, k)), scale=1e-39).isfinite().all()
+
+
+@pytest.mark.parametrize("softcap, scale", [(1e30, 2e-8), (1e20, 1e-17)])
+def test_the_least_scale_over_its_softcap(softcap, scale, backend):
+    q, k = inputs()
+    check(backend, Call(q=q * 1e9, k=k * 1e9, v=k, mask=Causal(), scale=scale, softcap=softcap, grad=True))

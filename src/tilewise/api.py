@@ -110,7 +110,7 @@ def attention(
         v: (batch, seqlen_k, heads_k, head_dim_v).
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (bottom right). With `mask`, both must allow a pair.
         mask: a mask of `tilewise.masks`, or a mapping of half-open head ranges to masks, such as `{(0, 4): Causal(), (4, 8): SlidingWindow(127, 0)}`.
-        scale: multiplies the scores, a number of fp32 (fp64 for fp64 inputs); None is head_dim ** -0.5.
+        scale: multiplies the scores, a normal number of fp32 (fp64 for fp64 inputs), as scale / softcap must be, or 0; None is head_dim ** -0.5.
         softcap: bound on the scaled score, at most 1e30; 0 for none. However small it is, it is a bound: no score then counts for more than another.
         bias: (batch or 1, heads_q or 1, seqlen_q or 1, seqlen_k or 1), (heads_q or 1, seqlen_q or 1, seqlen_k or 1) or (seqlen_q or 1,
             seqlen_k or 1), q's dtype or fp32; differentiable, with a gradient of its own shape.
@@ -241,10 +241,9 @@ def operands(
 ) -> operator.Operands:
     """Check what is not q, k, v or the mask, and arrange everything for the operator."""
     batch, _, heads_q, _ = q.shape
-    if scale is not None:
-        most = torch.finfo(torch.float64 if q.dtype == torch.float64 else torch.float32).max  # what it is computed in
-        errors.check_number("scale", scale, low=-most, high=most)
     errors.check_number("softcap", softcap, low=0.0, high=1e30)
+    if scale is not None:
+        errors.check_softmax_scale(scale, softcap, torch.float64 if q.dtype == torch.float64 else torch.float32)
     dropout_p, seed, offset = dropout
     errors.check_number("dropout_p", dropout_p, low=0.0, high=1.0, high_open=True)
     if dropout_p > 0.0 and isinstance(mask, Part) and mask.keys is not None:

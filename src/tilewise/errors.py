@@ -202,6 +202,16 @@ def check_number(name: str, x: float, low: float = -math.inf, high: float = math
         raise ValueError(f"{name} must be a finite number{interval}, got {x}")
 
 
+def check_softmax_scale(scale: float, softcap: float, computed_in: torch.dtype) -> None:
+    """Refuse a scale beyond the dtype that it is computed in; also one so small, alone or over its softcap, that processors may take it for 0."""
+    held = torch.finfo(computed_in)
+    check_number("scale", scale, low=-held.max, high=held.max)
+    least = held.tiny * max(softcap, 1.0)
+    if -least < scale < least and scale != 0:
+        over = " over the softcap" if softcap > 1.0 else ""
+        raise ValueError(f"scale{over} must be 0 or at least {held.tiny:g} in magnitude, got {scale:g}{over and f' over {softcap:g}'}")
+
+
 def check_flag(name: str, x: bool) -> None:
     if not isinstance(x, bool):
         raise ValueError(f"{name} must be True or False, got {type(x).__name__} {x!r}")

@@ -22,7 +22,7 @@ from tilewise.backends.triton.kernels import bias as bias_gradient
 from tilewise.backends.triton.targets import Target
 from tilewise.masks import Causal, Full, Mask, Part
 from tilewise.problem import Call, DecodeCall, Dropout
-from tilewise.testing import poison
+from tilewise.testing import poison, tolerance
 
 MOST_WORK = 60_000  # rows times keys of a random call: more are slow to interpret
 LONGEST = 90  # tokens of its sequences, mostly
@@ -153,6 +153,18 @@ def keeps_what_some_see_from_others(case: DecodeCase, number: float) -> None:
         assert torch.equal(rows[..., column], torch.full_like(rows[..., column], reached)) or (
             math.isnan(number) and rows[..., column].isnan().all()
         )
+
+
+def a_weight_of_0_meets_an_infinity(case: DecodeCase) -> None:
+    """0 times an infinity is NaN for the queries that see it, and nothing to the others."""
+    call = decode_problems.made(case)
+    n = int(call.seqlens[0])
+    call.q.fill_(1.0)
+    call.k_cache[0, n - 2] = -1000.0
+    call.v_cache[0, n - 2, :, 3] = math.inf
+    o, _ = decoded(call)
+    sees = torch.arange(o.shape[1]) >= o.shape[1] - 2
+    assert torch.equal(o[0, ..., 3].isnan(), sees[:, None].expand(o.shape[1:3])) and not o[..., 4:].isnan().any()
 
 
 def does_not_read_what_does_not_exist(case: DecodeCase) -> None:
@@ -348,3 +360,12 @@ def a_large_lse_bounds_its_gradients(backend) -> None:
     assert lse.abs().max() > 1e8
     d_v = backend.backward(call, o, lse, torch.ones_like(o), None)[2]
     assert d_v.abs().max() <= 24.0 + 1e-3
+
+
+def a_scale_overflows_beside_its_softcap(softcap: float, scale: float) -> None:
+    q, k = torch.randn(1, 9, 2, 16), torch.randn(1, 21, 2, 16)
+    q[:, 0] = 0.0  # scores of 0 times whatever factor
+    call = Call(q=q, k=k, v=k, mask=Causal(), scale=scale, softcap=softcap, grad=True)
+    o, lse = Triton().forward(call)
+    tolerance.check_outputs(call, o, lse)
+    assert all(x.isfinite().all() for x in Triton().backward(call, o, lse, torch.randn(o.shape), None)[:3])

@@ -129,6 +129,10 @@ def test_what_some_queries_see_stays_theirs(number, dims):
     interpreted(problems.keeps_what_some_see_from_others, DecodeCase(lengths=(100,), queries=5, dims=dims), number)
 
 
+def test_a_weight_of_0_meets_an_infinity():
+    interpreted(problems.a_weight_of_0_meets_an_infinity, DecodeCase(lengths=(100,), queries=5, dims=(64, 64)))
+
+
 @pytest.mark.parametrize(
     "case", [DecodeCase(lengths=(70, 130), page=16), DecodeCase(lengths=(70, 130, 9), queries=2, entries=True)], ids=str
 )

@@ -7,13 +7,12 @@ Every program finds its sequence's length, and so its part of the keys, on the d
 import triton
 import triton.language as tl
 
+from tilewise.backends.triton.kernels.careful import set_apart
 from tilewise.backends.triton.kernels.documents import document_of
 from tilewise.backends.triton.kernels.products import dot, gather, narrow, scatter, widened
 from tilewise.backends.triton.kernels.rotation import turned
 from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, joined, modify, online, settled
 from tilewise.backends.triton.kernels.shares import FARTHEST, held, place_of
-
-FEWER = tl.constexpr(128.0)  # keys of a tile; one more than it is exact in 16 bits
 
 
 @triton.jit
@@ -44,21 +43,6 @@ def _scales(at, offsets, exists, SCALE: tl.constexpr):
     else:
         scale = 1.0
     return scale
-
-
-@triton.jit
-def _values(p, sees, acc, x, CAREFUL: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr):
-    """acc + P V. CAREFUL: inf and NaN reach only those rows that see their key."""
-    if CAREFUL:
-        wide = x.to(tl.float32)
-        finite = tl.abs(wide) < float("inf")
-        code = tl.where(finite | (wide < 0.0), 0.0, 1.0) + tl.where(finite | (wide > 0.0), 0.0, FEWER)  # inf, -inf, and both for NaN
-        acc = dot(p, narrow(tl.where(finite, wide, 0.0), x.dtype, EMULATED), acc, BF16_PARTS, EMULATED)
-        code, weight = narrow(code, x.dtype, EMULATED), narrow(tl.where(sees, 1.0, 0.0), x.dtype, EMULATED)
-        seen = dot(weight, code, tl.zeros([acc.shape[0], acc.shape[1]], tl.float32), BF16_PARTS, EMULATED)
-        below = tl.floor(seen * (1.0 / FEWER)) * FEWER
-        return acc + tl.where(seen > below, float("inf"), 0.0) + tl.where(below > 0.0, float("-inf"), 0.0)
-    return dot(p, x, acc, BF16_PARTS, EMULATED)
 
 
 @triton.jit
@@ -99,17 +83,22 @@ def _visit(
             known = sees & (row >= 0)[:, None] & (column >= 0)[None, :]
             sees = sees & (tl.load(tree + row[:, None] * new + column[None, :], mask=known, other=1) != 0)
         p, fading, total, top = online(tl.where(sees, x, float("-inf")), scale, top, total, MODIFIED)
-        p = narrow(p, q.dtype, EMULATED)
         v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
         if V_BITS != "":
             of_v = _scales(v_scale, (page * scale_v_page + place * scale_v_row)[:, None], exists[:, None], V_SCALE)
             v_tile = widened(v_tile, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
-        acc = _values(p, sees, acc * fading[:, None], v_tile, CAREFUL, BF16_PARTS, EMULATED)
+        acc = acc * fading[:, None]
+        if CAREFUL:
+            acc, v_tile = set_apart(acc, p, sees, v_tile, EMULATED)
+        acc = dot(narrow(p, q.dtype, EMULATED), v_tile, acc, BF16_PARTS, EMULATED)
         if V_DIM_B:
             v_tile_b = gather(v_cache + V_DIM, v_rows[:, None], tl.arange(0, V_DIM_B)[None, :], exists[:, None], V_CUT)
             if V_BITS != "":
                 v_tile_b = widened(v_tile_b, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
-            acc_b = _values(p, sees, acc_b * fading[:, None], v_tile_b, CAREFUL, BF16_PARTS, EMULATED)
+            acc_b = acc_b * fading[:, None]
+            if CAREFUL:
+                acc_b, v_tile_b = set_apart(acc_b, p, sees, v_tile_b, EMULATED)
+            acc_b = dot(narrow(p, q.dtype, EMULATED), v_tile_b, acc_b, BF16_PARTS, EMULATED)
     return acc, acc_b, total, top
 
 

@@ -5,6 +5,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST = tl.constexpr(1e38)
 
 
 @triton.jit
@@ -26,7 +27,7 @@ def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
     """q.k as a score before bias and ALiBi, and the softcap's derivative (1.0 without one)."""
     x, derivative = s * scale, 1.0
     if SOFTCAP:
-        t = tanh(s * (scale / softcap))
+        t = tanh(s * tl.minimum(tl.maximum(scale / softcap, -LARGEST), LARGEST).to(tl.float32))  # 0 times infinity is no score
         x, derivative = t * softcap, 1.0 - t * t
     return x, derivative
 
