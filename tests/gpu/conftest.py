@@ -8,7 +8,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-LIMIT, LONG = 120, 900  # seconds for a test, and for one that is marked slow
+LIMIT, LONG = 240, 900  # seconds for a test, and for one that is marked slow
 KEPT = 1 << 30  # bytes that a worker may keep from one test to the next: the others use the same memory
 
 

@@ -5,6 +5,7 @@ paths can be tested, and compared with FlashAttention-2, which has the same inst
 its memory and clocks would make of them is not seen.
 
     python tools/gpu/older_gpu.py sm_80 test -n 8 -k "quick or dropout"            tests/gpu/test_triton.py and test_triton_decode.py
+    python tools/gpu/older_gpu.py sm_80 tune --backend triton --out rows.jsonl
     python tools/gpu/older_gpu.py sm_80 bench --set papers --device cuda --impl tilewise:triton,sdpa:flash --out rows.jsonl
 
 What follows goes to pytest, or to `tilewise`. Rows of bench say "tilewise:triton" and this GPU's name: keep them apart.
@@ -21,7 +22,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ASKED = "OLDER_GPU_ARCH"  # set for pytest's workers, which load this file as a plugin
+ASKED = "OLDER_GPU_ARCH"  # set for the processes that this one starts, which all load this file (sitecustomize)
 WRAPPER = """#!/bin/sh
 for each do
   shift
@@ -62,7 +63,8 @@ def main() -> int:
     newer = "sm_{}{}".format(*torch.cuda.get_device_capability())
     with tempfile.TemporaryDirectory() as folder:
         wrapper = assembler(Path(folder), get_ptxas(int(newer[3:])).path, newer)
-        paths = [str(ROOT / "tools/gpu"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        (Path(folder) / "sitecustomize.py").write_text("import older_gpu\n")
+        paths = [folder, str(ROOT / "tools/gpu"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         given = {
             "TRITON_PTXAS_PATH": str(wrapper),
             "TRITON_CACHE_DIR": f"{folder}/cache",
@@ -71,10 +73,9 @@ def main() -> int:
         }
         if verb == "test":
             tests = [str(ROOT / "tests/gpu" / name) for name in ("test_triton.py", "test_triton_decode.py")]
-            command = [sys.executable, "-m", "pytest", "-p", "older_gpu", *tests, *rest]
+            command = [sys.executable, "-m", "pytest", *tests, *rest]
         else:
-            code = "import sys, older_gpu, runpy; sys.argv = ['tilewise', *sys.argv[1:]]; runpy.run_module('tilewise', run_name='__main__')"
-            command = [sys.executable, "-c", code, verb, *rest]
+            command = [sys.executable, "-m", "tilewise", verb, *rest]
         return subprocess.run(command, cwd=ROOT, env=os.environ | given, check=False).returncode
 
 

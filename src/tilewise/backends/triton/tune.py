@@ -26,7 +26,7 @@ from tilewise.problem import Call
 PASSES = "forward", "dkdv", "dq"
 TILES = {"forward": ((64, 128), (32, 64, 128)), "dkdv": ((16, 32, 64, 128), (32, 64, 128)), "dq": ((32, 64, 128), (16, 32, 64, 128))}
 WARPS, STAGES = (4, 8), (1, 2, 3, 4)
-MOST_SUMS = 160  # elements that a thread accumulates at most: beyond that everything spills
+MOST_SUMS = 192  # elements that a thread accumulates at most: beyond that everything spills
 LEAST_SUMS = 16
 SPILLED_BYTES = 64  # a thread's stack, at most
 MASKS: tuple[Mask, ...] = (Full(), Causal())
