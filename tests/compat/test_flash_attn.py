@@ -188,6 +188,9 @@ WRONG = {
         lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=3),
         r"window_size must be two integers \(left, right\), -1 for unbounded, got 3",
     ),
+    "half a window": (lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=(1.5, 2)), r"window_size must be .*, got \(1.5, 2\)"),
+    "window of tensors": (lambda: flash_attn.flash_attn_func(Q, Q, Q, window_size=(BOUNDS, 1)), "window_size must be two integers"),
+    "no dropout": (lambda: flash_attn.flash_attn_func(Q, Q, Q, None, return_attn_probs=True), "dropout_p must be a number, got NoneType"),
     "dropout": (lambda: flash_attn.flash_attn_func(Q, Q, Q, dropout_p=1.0), r"dropout_p must be a finite number in \[0, 1\), got 1.0"),
     "kv": (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q), "kv must have 5 dimensions"),
     "kv of three": (

@@ -1,5 +1,6 @@
 """flash_attn_interface's functions against the oracle: second parts of scores, chunks, lengths in use, empty rows, merging, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 from peer_oracle import call_of, check, qkv, randn
@@ -50,8 +51,30 @@ def test_qkv_in_one():
     assert torch.equal(flash_attn_3.flash_attn_qkvpacked_func(x, causal=True, num_heads_q=4), expected)
     threes = torch.stack((q[:, :, :2], k, v), 2)
     assert torch.equal(flash_attn_3.flash_attn_qkvpacked_func(threes), flash_attn_3.flash_attn_func(q[:, :, :2], k, v))
-    with pytest.raises(RuntimeError, match="num_heads_q must say how many of the 8 heads of qkv are queries, got 3"):
-        flash_attn_3.flash_attn_qkvpacked_func(x, num_heads_q=3)
+    for number in (3, 10, "4"):
+        with pytest.raises(RuntimeError, match=f"num_heads_q must say how many of the 8 heads of qkv are queries, got {number!r}"):
+            flash_attn_3.flash_attn_qkvpacked_func(x, num_heads_q=number)
+
+
+@pytest.mark.parametrize("chunk", [None, float("inf"), float("nan"), 2.5, "4", (4,), torch.tensor([1, 2])], ids=str)
+def test_a_chunk_is_an_integer(chunk):
+    q, k, v = qkv(2, 9, 9, heads=(2, 2), grad=False)
+    bounds = torch.tensor([0, 9, 18])
+    for function, tensors in (
+        (flash_attn_3.flash_attn_func, (q, k, v)),
+        (flash_attn_3.flash_attn_qkvpacked_func, (torch.stack((q, k, v), 2),)),
+        (flash_attn_3.flash_attn_varlen_func, (*(x.flatten(0, 1) for x in (q, k, v)), bounds, bounds, 9, 9)),
+        (flash_attn_3.flash_attn_with_kvcache, (q, k, v)),
+    ):
+        with pytest.raises(ShapeError, match=f"{function.__name__}: attention_chunk must be an integer, 0 for none, got"):
+            function(*tensors, attention_chunk=chunk)
+
+
+def test_a_chunk_of_any_integer_type():
+    q, k, v = qkv(2, 9, 9, grad=False)
+    expected = flash_attn_3.flash_attn_func(q, k, v, attention_chunk=4)
+    for chunk in (4.0, np.int64(4), torch.tensor(4)):
+        assert torch.equal(flash_attn_3.flash_attn_func(q, k, v, attention_chunk=chunk), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

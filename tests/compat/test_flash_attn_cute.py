@@ -6,7 +6,7 @@ from peer_oracle import call_of, check, qkv, randn
 
 import tilewise as tw
 from tilewise.compat import flash_attn_cute
-from tilewise.errors import UnsupportedError
+from tilewise.errors import ShapeError, UnsupportedError
 
 WORDS = {
     "full": ({}, tw.Full()),
@@ -99,5 +99,8 @@ def test_errors_name_the_peers_arguments():
         flash_attn_cute.flash_attn_func(q, k, v, learnable_sink=torch.zeros(3))
     with pytest.raises(RuntimeError, match=r"window_size must have no negative bound beside another, got \(-1, 3\); use tilewise.Band"):
         flash_attn_cute.flash_attn_func(q, k, v, window_size=(-1, 3))
+    for window in (None, 3, "ab", ("1", "2"), (1.5, 2), (1, 2, 3), ([], 1), (torch.inf, 1), (torch.tensor([1, 2]), 1)):
+        with pytest.raises(ShapeError, match=r"window_size must be two integers \(left, right\), None for unbounded, got "):
+            flash_attn_cute.flash_attn_func(q, k, v, window_size=window)
     with pytest.raises(RuntimeError, match="seqused_k must be given with page_table"):
         flash_attn_cute.flash_attn_varlen_func(q, k, v, page_table=torch.zeros(1, 1, dtype=torch.int32))

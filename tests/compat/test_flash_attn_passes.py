@@ -99,6 +99,8 @@ def test_refusals():
     common = (CU_Q, CU_K, 13, 15, *tail())
     with pytest.raises(RuntimeError, match="num_splits > 1 is not supported together with block_table"):
         passes._flash_attn_varlen_forward(q, k[None], v[None], *common, block_table=table, num_splits=2)
+    with pytest.raises(RuntimeError, match="num_splits must be an integer, 0 for any number, got None"):
+        passes._flash_attn_varlen_forward(q, k[None], v[None], *common, block_table=table, num_splits=None)
     with pytest.raises(RuntimeError, match="leftpad_k is not supported; give cu_seqlens_k that begin behind the padding"):
         passes._flash_attn_varlen_forward(q, k, v, *common, leftpad_k=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(RuntimeError, match="return_softmax=True is not supported"):

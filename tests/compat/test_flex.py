@@ -227,6 +227,89 @@ def test_refusals_name_the_argument_and_the_way_out(call, error, message):
         call()
 
 
+def made_within(q, k, v):
+    ids = torch.arange(33) // 10
+    made = create_block_mask(lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k), None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+    return flex_attention(q, k, v, block_mask=made, enable_gqa=True)
+
+
+def with_mods(mask_mod, score_mod=None):
+    made = create_block_mask(mask_mod, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+    return lambda q, k, v: flex_attention(q, k, v, score_mod, made, enable_gqa=True)
+
+
+TRANSFORMED = {
+    "bands": with_mods(causal),
+    "bits": with_mods(two_dimensions),
+    "bias": with_mods(causal, lambda score, b, h, q, k: torch.where(DOCUMENT[q] == DOCUMENT[k], 2 * score + BIAS[h, k], -torch.inf)),
+    "slopes": with_mods(causal, lambda score, b, h, q, k: score - 0.5 * (q - k)),
+    "made within": made_within,
+}
+BIAS = normal(4, 33, seed=9)
+
+
+@pytest.mark.parametrize("function", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_transforms_of_query_key_and_value(function):
+    q, k, v = tensors()
+    expected = torch.autograd.grad(function(q, k, v).square().sum(), (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
+    for got in (
+        torch.func.grad(lambda *qkv: function(*qkv).square().sum(), (0, 1, 2))(q, k, v),
+        torch.func.vjp(lambda *qkv: function(*qkv).square().sum(), q, k, v)[1](torch.tensor(1.0)),
+    ):
+        assert all(map(torch.equal, got, expected))
+    both = torch.stack((q, q + 1))
+    each = [torch.func.grad(lambda q: function(q, k, v).square().sum())(one) for one in both]
+    torch.testing.assert_close(torch.vmap(torch.func.grad(lambda q: function(q, k, v).square().sum()))(both), torch.stack(each))
+
+
+QKV = [x.detach() for x in tensors()]
+
+
+def by_captured_mask(ids):
+    """With a mask_mod that cannot be recorded, so that its pairs are read one by one."""
+
+    def mask_mod(b, h, q, k):
+        shown = q >= k
+        shown &= ids[q] == ids[k]
+        return shown
+
+    block_mask = create_block_mask(noop_mask, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+    lists = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    block_mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=mask_mod, seq_lengths=(33, 33))
+    return flex_attention(*QKV, block_mask=block_mask, enable_gqa=True)
+
+
+def by_captured_scores(x):
+    return flex_attention(*QKV, lambda score, b, h, q, k: score + x[k], enable_gqa=True)
+
+
+def by_captured_hiding(x):
+    return flex_attention(*QKV, lambda score, b, h, q, k: torch.where(x[k] > 3, score, -torch.inf), enable_gqa=True)
+
+
+CAPTURED = {
+    "mask_mod": (by_captured_mask, "block_mask reads a tensor of a transform of torch.func"),
+    "score_mod": (by_captured_scores, r"score_mod reads .* call tilewise.attention\(bias="),
+    "score_mod that hides": (by_captured_hiding, "score_mod reads"),
+}
+
+
+@pytest.mark.parametrize("function, message", CAPTURED.values(), ids=CAPTURED)
+def test_captured_tensors_that_are_vmapped_are_refused(function, message):
+    numbers = torch.arange(33.0)
+    with pytest.raises(UnsupportedError, match=message):
+        torch.vmap(function)(torch.stack((numbers // 4, numbers // 5)))
+
+
+def test_captured_tensors_that_are_differentiated():
+    """Scores would lose their derivative; a mask has none."""
+    numbers = torch.arange(33.0) // 4
+    with pytest.raises(UnsupportedError, match="score_mod reads a tensor of a transform of torch.func"):
+        torch.func.grad(lambda x: by_captured_scores(x).sum())(numbers)
+    assert torch.func.grad_and_value(lambda x: by_captured_mask(x).sum())(numbers)[1] == by_captured_mask(numbers).sum()
+
+
 def test_tracing_is_refused_and_the_way_out_compiles():
     torch._dynamo.reset()
     made = create_block_mask(causal, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)

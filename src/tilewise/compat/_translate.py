@@ -13,6 +13,7 @@ from tilewise.masks import ChunkedCausal, Chunks, Mask, SlidingWindow
 from tilewise.runtime import call_cache
 from tilewise.varlen import attention_varlen
 
+NO_INTEGER = (TypeError, ValueError, OverflowError, RuntimeError)  # what int() raises, of tensors too
 FULL_WINDOW = (-1, -1)
 SCALES = {"q_scale", "k_scale", "v_scale"}  # which the peers have by sequence
 HEAD_DIM_MULTIPLE = {"cuda": 8}  # by device type: what kernels there load at once, in 16-bit elements
@@ -64,14 +65,37 @@ def options(
 
 
 def visible(causal, window_size, chunk: int = 0) -> tuple[bool, Mask | None]:
-    """`causal` and `mask` of `api.attention`. `window_size` is (left, right), either negative or None for unbounded, of anything that int() takes."""
-    left, right = FULL_WINDOW
-    if type(window_size) is not tuple or window_size != FULL_WINDOW:
-        try:
-            left, right = (-1 if side is None else int(side) for side in window_size)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ShapeError(f"window_size must be two integers (left, right), -1 for unbounded, got {window_size!r}") from error
-    return (_visible if is_compiling() else _kept)(bool(causal), left, right, int(chunk))
+    """`causal` and `mask` of `api.attention`. `window_size` is (left, right), either negative or None for unbounded."""
+    left, right = window(window_size)
+    if type(chunk) is not int:
+        chunk = integer("attention_chunk", chunk, "an integer, 0 for none")
+    return (_visible if is_compiling() else _kept)(bool(causal), -1 if left is None else left, -1 if right is None else right, chunk)
+
+
+def window(window_size, unbounded: str = "-1") -> tuple[int | None, int | None]:
+    """`window_size`, checked: each side an int or None. `unbounded` is the peer's word for that."""
+    try:
+        if type(window_size) is tuple and window_size == FULL_WINDOW:
+            return FULL_WINDOW
+        left, right = window_size
+        return None if left is None else _whole(left), None if right is None else _whole(right)
+    except NO_INTEGER as error:
+        raise ShapeError(f"window_size must be two integers (left, right), {unbounded} for unbounded, got {window_size!r}") from error
+
+
+def integer(name: str, x, expected: str) -> int:
+    """x as an int; ShapeError, which says what is expected, where it is none."""
+    try:
+        return _whole(x)
+    except NO_INTEGER as error:
+        raise ShapeError(f"{name} must be {expected}, got {x!r}") from error
+
+
+def _whole(x) -> int:
+    """x of any type that holds an integer, as an int. Raises one of `NO_INTEGER`."""
+    if (found := int(x)) != x:
+        raise ValueError(f"{x!r} is no integer")
+    return found
 
 
 def core_options(given: Options, *, dropout_p: float, deterministic: bool, with_lse: bool) -> call_cache.Options:

@@ -24,7 +24,7 @@ from torch import Tensor
 from tilewise.compat import _kvcache, bert_padding, rotary
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import translate_errors
-from tilewise.errors import ShapeError, UnsupportedError, check_tensor
+from tilewise.errors import ShapeError, UnsupportedError, check_number, check_tensor
 from tilewise.problem import Extras
 from tilewise.runtime import bound_call, call_cache
 
@@ -264,6 +264,7 @@ def _options(dropout_p, softmax_scale, causal, window_size, softcap, determinist
 
 def _how(dropout_p: float, deterministic, return_attn_probs) -> dict[str, Any]:
     """What every function here passes on."""
+    check_number("dropout_p", dropout_p, 0.0, 1.0, high_open=True)
     if return_attn_probs and dropout_p > 0.0:
         raise UnsupportedError(
             "return_attn_probs=True with dropout_p > 0 is not supported, for S_dmask is the whole score matrix; take dropout_p=0.0 to get LSE alone"

@@ -145,7 +145,7 @@ def flash_attn_varlen_func(
 
 def _window(causal: bool, window_size) -> tuple[int | None, int | None]:
     """The window as (left, right), None for unbounded. Bounds with a negative sum are none, as the peer has it; else they must not be negative."""
-    left, right = window_size
+    left, right = translate.window(window_size, "None")
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:
         return None, 0 if causal else None

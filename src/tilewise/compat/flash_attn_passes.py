@@ -14,7 +14,7 @@ from tilewise.compat import _kvcache
 from tilewise.compat import _translate as translate
 from tilewise.compat._refusals import translate_errors
 from tilewise.compat.flash_attn import PAGES, SCALE
-from tilewise.errors import ShapeError, UnsupportedError, check_qkv, check_size
+from tilewise.errors import ShapeError, UnsupportedError, check_number, check_qkv, check_size
 from tilewise.masks import Full
 from tilewise.masks.constructors import check_lengths
 from tilewise.runtime import operator
@@ -69,7 +69,7 @@ def _flash_attn_varlen_forward(
         )
     with torch.no_grad():
         if block_table is not None:
-            if num_splits > 1:
+            if translate.integer("num_splits", num_splits, "an integer, 0 for any number") > 1:
                 raise UnsupportedError("num_splits > 1 is not supported together with block_table; leave it 0")
             lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
             k, v, cu_seqlens_k = _kvcache.Cache.of(k, v, lengths.shape[0], lengths, page_table=block_table).packed()
@@ -148,6 +148,7 @@ _wrapped_flash_attn_varlen_forward, _wrapped_flash_attn_varlen_backward = _flash
 
 def _draw(dropout_p: float, return_softmax: bool) -> Tensor:
     """A new rng_state from torch's generator; zeros without dropout."""
+    check_number("dropout_p", dropout_p, 0.0, 1.0, high_open=True)
     if return_softmax and dropout_p > 0.0:
         raise UnsupportedError("return_softmax=True is not supported, for S_dmask is the whole score matrix; leave it False")
     state = torch.zeros(2, dtype=torch.int64, device="cpu")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise.api import attention
 from tilewise.compat._refusals import translate_errors
+from tilewise.compat.flex_apart import apart
 from tilewise.compat.flex_mods import Program, Unrecognised, pairs_of, record, tensor_digest
 from tilewise.compat.flex_scores import Changes, bias_of, changes_of
 from tilewise.errors import ShapeError, UnsupportedError, check_capture
@@ -67,7 +68,8 @@ def flex_attention(
 
     Raises:
         ShapeError: tensors that do not fit together, or to block_mask.
-        UnsupportedError: a score_mod that is not recognised, or return_aux.max_scores.
+        UnsupportedError: a score_mod that is not recognised, return_aux.max_scores, or a tensor that score_mod or mask_mod captures and torch.vmap
+            maps over, or torch.func.grad differentiates.
     """
     _check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
     batch, heads = query.shape[:2]
@@ -159,7 +161,8 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
 
     Raises:
         ShapeError: block_mask is no BlockMask, is made for another batch or heads, or its lists do not fit its lengths.
-        UnsupportedError: its mask has no bands and more than 65536 x 65536 pairs, or a CUDA graph is being captured.
+        UnsupportedError: its mask has no bands and more than 65536 x 65536 pairs, mask_mod reads a tensor that torch.vmap maps over, or a CUDA graph
+            is being captured.
     """
     check_block_mask(block_mask)
     sizes, made_for = mask_extent(block_mask, batch, heads), lists_extent(block_mask)
@@ -171,15 +174,17 @@ def mask_of(block_mask: "BlockMask", batch: int = 1, heads: int = 1, *, frozen: 
     kept = _KEPT.get(block_mask)
     if kept is None or not kept.frozen or place(kept) not in kept.masks:
         check_capture(block_mask.kv_num_blocks, "a BlockMask", "call mask_of(block_mask, batch, heads, frozen=True) before the capture")
-        try:
-            program = record(block_mask.mask_mod, block_mask.kv_num_blocks.device)
-        except Unrecognised:
-            program = None
-        now = None if program is None else _digest(program, block_mask)
-        if kept is None or not (kept.frozen or (now is not None and now == kept.made_from)):
-            kept = Kept(False, now, {"b", "h"} if program is None else program.uses(), {})
-        if place(kept) not in kept.masks:
-            kept.masks[place(kept)] = _made(program, block_mask, *place(kept))
+        device = block_mask.kv_num_blocks.device
+        with apart("block_mask", block_mask.mask_mod, device):
+            try:
+                program = record(block_mask.mask_mod, device)
+            except Unrecognised:
+                program = None
+            now = None if program is None else _digest(program, block_mask)
+            if kept is None or not (kept.frozen or (now is not None and now == kept.made_from)):
+                kept = Kept(False, now, {"b", "h"} if program is None else program.uses(), {})
+            if place(kept) not in kept.masks:
+                kept.masks[place(kept)] = _made(program, block_mask, *place(kept))
     if frozen and not kept.frozen:
         kept = kept._replace(frozen=True)
     if kept.frozen or kept.made_from is not None:

@@ -238,7 +238,7 @@ def tensor_digest(x: Tensor) -> bytes:
     """A digest of the elements of a strided tensor. Raises Unrecognised where it has none to read."""
     try:
         return hashlib.sha256(x.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data).digest()
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, quantised, inside of torch.func
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # sparse, quantised
         raise Unrecognised(f"holds a tensor whose elements cannot be read: {error}") from error
 
 

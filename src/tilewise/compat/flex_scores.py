@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise.compat.flex_apart import apart
 from tilewise.compat.flex_axes import mapped
 from tilewise.compat.flex_mods import Program, Ref, Step, Unrecognised, aten, pairs_of, record, refs
 from tilewise.errors import UnsupportedError
@@ -41,22 +42,24 @@ class Score(NamedTuple):
 
 def changes_of(score_mod: Callable, query: Tensor, seqlen_k: int, mask: Mask | None) -> Changes:
     """What `score_mod` does to the scores of query (batch, heads, seqlen_q, head_dim), on pairs that `mask` shows. Raises UnsupportedError."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     try:
-        batch, heads, seqlen_q, _ = query.shape
-        program = record(score_mod, query.device, torch.float64 if query.dtype == torch.float64 else torch.float32)
-        score = _score(program)
-        hidden = None
-        for condition, visible in score.hidden:
-            pairs = pairs_of(program, condition, batch, heads, seqlen_q, seqlen_k)
-            pairs = pairs if visible else Full() - pairs
-            hidden = pairs if hidden is None else hidden & pairs
-        factor, softcap = (score.factor, 0.0) if score.cap is None else (score.factor * score.cap, abs(score.cap))
-        changes = Changes(factor=factor, softcap=softcap, mask=hidden)
-        if not score.added:
-            return changes
-        both = hidden if mask is None else mask if hidden is None else mask & hidden
-        slopes = _slopes(program, query, seqlen_k, both)
-        return Changes(factor, softcap, hidden, None if slopes is not None else program, slopes)
+        with apart("score_mod", score_mod, query.device, dtype):
+            batch, heads, seqlen_q, _ = query.shape
+            program = record(score_mod, query.device, dtype)
+            score = _score(program)
+            hidden = None
+            for condition, visible in score.hidden:
+                pairs = pairs_of(program, condition, batch, heads, seqlen_q, seqlen_k)
+                pairs = pairs if visible else Full() - pairs
+                hidden = pairs if hidden is None else hidden & pairs
+            factor, softcap = (score.factor, 0.0) if score.cap is None else (score.factor * score.cap, abs(score.cap))
+            changes = Changes(factor=factor, softcap=softcap, mask=hidden)
+            if not score.added:
+                return changes
+            both = hidden if mask is None else mask if hidden is None else mask & hidden
+            slopes = _slopes(program, query, seqlen_k, both)
+            return Changes(factor, softcap, hidden, None if slopes is not None else program, slopes)
     except Unrecognised as why:
         raise UnsupportedError(
             f"score_mod {why}; recognised are a * score + b(batch, head, query, key), softcap and torch.where(visible, score, -inf): "

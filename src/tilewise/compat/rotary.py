@@ -5,6 +5,7 @@ from torch import Tensor
 
 from tilewise.compat._refusals import translate_errors
 from tilewise.errors import ShapeError, UnsupportedError, check_size, check_tensor
+from tilewise.masks.arguments import is_integer
 from tilewise.rotary import rotated
 from tilewise.runtime.cache_values import sequence_of
 
@@ -157,9 +158,9 @@ class RotaryEmbedding(torch.nn.Module):
 def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of qkv (batch, seqlen, num_heads_q + 2 heads_k, head_dim), as views."""
     check_tensor("qkv", qkv, ("batch", "seqlen", "heads_q + 2 heads_k", "head_dim"))
-    if num_heads_q is None or (qkv.shape[2] - num_heads_q) % 2:
+    if not is_integer(num_heads_q) or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
         raise ShapeError(
-            f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q}; the rest are k and v"
+            f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q!r}; the rest are k and v"
         )
     heads_k = (qkv.shape[2] - num_heads_q) // 2
     q, k, v = qkv.split((num_heads_q, heads_k, heads_k), 2)
