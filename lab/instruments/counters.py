@@ -30,7 +30,9 @@ ROWS, CELLS = PROFILES / "h100.jsonl", PROFILES / "h200.jsonl"
 HIDDEN = 2048
 SEQLEN, TOKENS = 4096, 16384
 K1_SEQLEN, K1_TOKENS = 2048, 4096  # its S takes 0.5 GB, ten times the L2 cache
-K1_KERNELS = ("compute_S", "compute_P", "compute_O")
+KERNELS = {"k1": ("compute_S", "compute_P", "compute_O")} | dict.fromkeys(
+    ("b1", "b2", "b3"), ("prepare", "kernel")
+)  # of a rung with several
 
 # Kept as one number each: name in the row -> candidates, the first that Nsight Compute knows.
 NUMBERS = {
@@ -136,9 +138,9 @@ def require_hopper() -> None:
 
 def rungs_of(names: list[str]) -> list:
     """ValueError for a name that no rung has."""
-    from tilewise.ladder import RUNGS, VARIANTS
+    from tilewise.ladder import BACKWARD_RUNGS, RUNGS, VARIANTS
 
-    known = {**RUNGS, **VARIANTS}
+    known = {**RUNGS, **VARIANTS, **BACKWARD_RUNGS}
     if unknown := set(names) - set(known):
         raise ValueError(f"no rung is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     return [known[name] for name in names or RUNGS]
@@ -174,7 +176,11 @@ def prepared(rung=None, workload=None, impl=None):
         sizes = case(rung)
         shape = sizes["batch"] * sizes["heads"], sizes["seqlen"], HEAD_DIM
         inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        launch = functools.partial(rung, *inputs, operands=rung.operands(*inputs, HEAD_DIM**-0.5))
+        if hasattr(rung, "attend"):  # of gradients
+            o, lse = rung.attend(*inputs, causal=False, scale=HEAD_DIM**-0.5)
+            launch = functools.partial(rung, *inputs, o, lse, torch.randn_like(o))
+        else:
+            launch = functools.partial(rung, *inputs, operands=rung.operands(*inputs, HEAD_DIM**-0.5))
     else:
         from tilewise.bench.runner import TIME_SEED, call_of
 
@@ -280,10 +286,11 @@ def parse(text: str) -> list[dict[str, tuple[str, str]]]:
 
 
 def rows(what: list[dict], kernels: list[dict], environment: dict) -> list[dict]:
-    """A row for each kernel of each of `what`; ValueError where the report holds other kernels than were launched."""
+    """A row for each kernel of each of `what`, torch's aside; ValueError where the report holds other kernels than were launched."""
     if not all("rung" in each for each in what):
         return rows_of_calls(what, kernels, environment)
-    expected = [(each, name) for each in what for name in (K1_KERNELS if each["rung"] == "k1" else ("kernel",))]
+    kernels = [kernel for kernel in kernels if "at::native" not in kernel["Kernel Name"][0]]
+    expected = [(each, name) for each in what for name in KERNELS.get(each["rung"], ("kernel",))]
     named = [kernel["Kernel Name"][0] for kernel in kernels]
     if len(named) != len(expected) or not all(name in found for (_, name), found in zip(expected, named, strict=True)):
         wanted = [f"{each['rung']} {name}" for each, name in expected]

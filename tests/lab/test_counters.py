@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewise.ladder import RUNGS
+from tilewise.ladder import BACKWARD_RUNGS, RUNGS
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "path", [*(str(Path(__file__).parents[2] / each) for each in ("lab/instruments", "tools")), *sys.path])
@@ -84,13 +84,25 @@ def test_metrics_that_exist_are_asked_for():
 
 
 def test_k1_is_three_kernels():
-    names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.K1_KERNELS]
+    names = [{"Kernel Name": f"kernel_cutlass_{name}_tensorptr"} for name in profile.KERNELS["k1"]]
     rows = profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names)), {})
-    assert [row["kernel"] for row in rows] == list(profile.K1_KERNELS) and rows[0]["case"]["seqlen"] == 2048
+    assert [row["kernel"] for row in rows] == list(profile.KERNELS["k1"]) and rows[0]["case"]["seqlen"] == 2048
     with pytest.raises(ValueError, match="not \\['k1 compute_S'"):
         profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*names[:2])), {})
     with pytest.raises(ValueError, match="the report holds the kernels"):
         profile.rows([profile.described(RUNGS["k1"])], profile.parse(report(*reversed(names))), {})
+
+
+def test_torch_s_kernels_around_a_rung_s_are_left_out():
+    names = (
+        "void at::native::vectorized_elementwise_kernel<4>",
+        "kernel_cutlass_prepare_Given",
+        "kernel_cutlass_kernel_Loads",
+        "void at::native::mul",
+    )
+    kernels = profile.parse(report(*({"Kernel Name": name} for name in names)))
+    rows = profile.rows([profile.described(BACKWARD_RUNGS["b2"])], kernels, {})
+    assert [(row["rung"], row["kernel"]) for row in rows] == [("b2", "prepare"), ("b2", "kernel")]
 
 
 def test_table_beside_the_rung_before(rows):
