@@ -61,9 +61,19 @@ def head_class(head_dim: int, head_dim_v: int) -> int:
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
 TIMED = "timed, NVIDIA H100 80GB HBM3, 2026-11-27"
+TIMED_FOR_OLDER = "timed, kernels for sm_80 on an NVIDIA H200, 2026-11-29"
 TIMED_FOR_MASKS = "timed, NVIDIA H200, 2026-11-28, windows of 1,024 keys and documents of 1,024 tokens"
 TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     # (family, pass, bytes of an element, head class): configuration, provenance
+    ("sm80", "forward", 2, 128): (Config(128, 128, 8, 2), TIMED_FOR_OLDER),
+    ("sm80", "dkdv", 2, 64): (Config(64, 64, 4, 3), TIMED_FOR_OLDER),
+    ("sm80", "dkdv", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
+    ("sm80", "dq", 2, 64): (Config(128, 32, 4, 3), TIMED_FOR_OLDER),
+    ("sm80", "dq", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
+    ("sm86", "dkdv", 2, 64): (Config(64, 64, 4, 3), TIMED_FOR_OLDER),
+    ("sm86", "dkdv", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
+    ("sm86", "dq", 2, 64): (Config(128, 32, 4, 3), TIMED_FOR_OLDER),
+    ("sm86", "dq", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
     ("sm90", "forward", 2, 64): (Config(128, 64, 4, 3), TIMED),
     ("sm90", "forward", 2, 128): (Config(128, 128, 8, 3), TIMED),
     ("sm90", "dkdv", 2, 64): (Config(64, 64, 4, 3), TIMED),

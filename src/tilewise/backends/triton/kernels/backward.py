@@ -8,7 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import mended, set_apart, spoiled
+from tilewise.backends.triton.kernels.careful import lost, mended, set_apart, spoiled, unexplained
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -154,17 +154,18 @@ def dq(
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    at = pair.to(tl.int64) * seqlen_q + rows
+    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     if CAREFUL:  # not `d_q +=`, as in forward.py
         found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-        if spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT) == 0:
+        all_lost, _ = lost(lse_rows, delta_rows)
+        if tl.max(tl.where(all_lost > 0, 0, spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT))) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
-    at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
-    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -342,8 +343,15 @@ def dkdv(
     d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
     d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    if CAREFUL:  # noqa: SIM102 - a constant
-        if spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT) + spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT) == 0:
+    begin, end = rows, rows
+    if MASK != "tiles":
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+    if CAREFUL:
+        of_k, of_v = spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT), spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT)
+        if not unexplained(
+            of_k, of_v, lse, delta, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes, MASK, GROUP,
+            TILE_M, TILE_N,
+        ):  # fmt: skip
             return
     k_tile = load_rows(k, row, k_row, dims, limit, 0 if DIM_B else CUT, True)
     k_tile_b = load_rows(k + DIM, row, k_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else k_tile
@@ -371,7 +379,6 @@ def dkdv(
                     TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL,
                 )  # fmt: skip
     else:
-        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
         first, last, free, stop = walk(begin, end, rows, seqlen_k, TILE_M)
         if CAREFUL:
             free, stop = last, last

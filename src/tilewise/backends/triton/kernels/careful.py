@@ -1,25 +1,69 @@
 """What kernels do a second time, CAREFUL, for tiles of results that hold a NaN.
 
 A product of tiles multiplies hidden values by weights of 0, which a NaN or an infinity does not forgive. So each kernel runs twice. The second time
-a program returns at once if its results hold no NaN. Else it computes them again: products take only what is finite, and what the visible rest gives
-is found by products of zeros and ones. What the formula itself makes NaN stays so.
+a program returns at once if its results hold no NaN but those that must be: of queries with an LSE that is NaN or infinite, as of scores beyond fp32,
+or a delta that is NaN, and of keys that these see. Else it computes them again: products take only what is finite, and what the visible rest gives is
+found by products of zeros and ones. What the formula itself makes NaN stays so.
 """
 
 import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels.products import load_rows
+from tilewise.backends.triton.kernels.visible import by_table, walk
 
 
 @triton.jit
 def spoiled(x, row, x_row, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
-    """Whether a tile in memory holds a NaN, as 0 or 1."""
+    """Which rows of a tile in memory hold a NaN, (rows,), as 0 or 1."""
     tile = load_rows(x, row, x_row, tl.arange(0, DIM), limit, 0 if DIM_B else CUT, True).to(tl.float32)
-    found = tl.max((tile != tile).to(tl.int32))
+    found = tl.max((tile != tile).to(tl.int32), 1)
     if DIM_B:
         tile_b = load_rows(x + DIM, row, x_row, tl.arange(0, DIM_B), limit, CUT, True).to(tl.float32)
-        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32)))
+        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32), 1))
     return found
+
+
+@triton.jit
+def lost(lse, delta):
+    """Of queries with these: whether dS of all keys that they see is NaN, and whether P is, as 0 or 1."""
+    of_p = (lse != lse).to(tl.int32)
+    return tl.maximum(of_p, ((delta != delta) & (lse != float("-inf"))).to(tl.int32)), of_p
+
+
+@triton.jit
+def unexplained(
+    of_k, of_v, lse, delta, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes,
+    MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Whether a NaN in dK or dV, of the keys that of_k and of_v say, is not of a lost query that sees the key; pair: of the first query head."""
+    row, column = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    left = tl.max(tl.maximum(of_k, of_v))  # loops have no other end
+    for head in range(0, GROUP):
+        r_first, r_last, ref = 0, 1, 0
+        if MASK == "tiles":
+            span = spans + (tl.load(planes + pair + head) * n_tiles + n) * 3
+            r_first, r_last = tl.load(span), tl.load(span + 2)
+        for r in range(r_first, r_last):
+            if MASK == "tiles":
+                first, last, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1), tl.load(runs + r * 4 + 2)
+            else:
+                first, last, _free, _stop = walk(begin, end, rows, seqlen_k, TILE_M)
+            for m in range(first, last):
+                if left > 0:
+                    queries = m * TILE_M + column
+                    at = tl.cast(pair + head, tl.int64) * seqlen_q + queries
+                    lse_columns = tl.load(lse + at, mask=queries < seqlen_q, other=float("-inf"))
+                    of_ds, of_p = lost(lse_columns, tl.load(delta + at, mask=queries < seqlen_q, other=0.0))
+                    if tl.max(of_ds) > 0:
+                        if MASK == "tiles":
+                            sees = by_table(ref, bands, bitmaps, rows, queries, row, column, TILE_N, TILE_M)
+                        else:
+                            sees = (queries[None, :] >= begin[:, None]) & (queries[None, :] < end[:, None])
+                        of_k = tl.minimum(of_k, 1 - tl.max(tl.where(sees, of_ds[None, :], 0), 1))
+                        of_v = tl.minimum(of_v, 1 - tl.max(tl.where(sees, of_p[None, :], 0), 1))
+                        left = tl.max(tl.maximum(of_k, of_v))
+    return left > 0
 
 
 @triton.jit

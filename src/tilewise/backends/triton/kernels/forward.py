@@ -126,7 +126,8 @@ def forward(
     if CAREFUL:
         # Not `o +=`: the first run, which needs it at its end alone, would hold it in registers.
         found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-        if spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT) == 0:
+        kept_lse = tl.load(lse + pair.to(tl.int64) * seqlen_q + rows, mask=rows < seqlen_q, other=float("inf"))
+        if tl.max(tl.where(kept_lse < float("inf"), spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT), 0)) == 0:
             return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
