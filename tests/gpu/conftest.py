@@ -13,15 +13,21 @@ KEPT = 1 << 30  # bytes that a worker may keep from one test to the next: the ot
 
 
 def pytest_configure(config):
-    """Spread pytest-xdist's workers over the GPUs; lift the default `-m 'not gpu'` where all arguments are in this folder, and no -m is with them."""
-    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), torch.cuda.device_count()
-    if worker and gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:  # all of them, for tests of several GPUs, and its own one first
-        own = int(worker.removeprefix("gw"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((own + i) % gpus) for i in range(gpus))
+    """Lift the default `-m 'not gpu'` where all arguments are in this folder, and no -m is with them."""
     paths = [Path(str(argument).partition("::")[0]).resolve() for argument in config.args]
     given = any(argument.startswith("-m") for argument in config.invocation_params.args)
     if not given and all(path == HERE or HERE in path.parents for path in paths):
         config.option.markexpr = "not slow"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    """Spread pytest-xdist's workers over the GPUs: each has all of them, for tests of several, and its own one first. In a worker it would be too late,
+    as torch asks the driver which GPUs there are when it is asked whether there is one.
+    """
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
+    for own, spec in enumerate(specs if len(gpus) > 1 else []):
+        spec.env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(own + i) % len(gpus)] for i in range(len(gpus)))
 
 
 @pytest.hookimpl(wrapper=True)
