@@ -5,15 +5,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+import tilewise as tw
+from tilewise.backends import Backend
 from tilewise.backends.cpu import Cpu, abi, native
-from tilewise.masks import Causal, Documents, FirstKeys, Full, SlidingWindow
-from tilewise.problem import Call
+from tilewise.backends.reference import Reference
+from tilewise.backends.tiled import Tiled
+from tilewise.masks import Causal, Dense, Documents, FirstKeys, Full, SlidingWindow
+from tilewise.problem import Call, DecodeCall
 from tilewise.testing.cases import Case, make, random_mask, upstream
 from tilewise.testing.conformance import run_hidden, run_scattered, run_spoiled
 
 NAN, INF = float("nan"), float("inf")
 SEQLEN, PANEL, KEY_BLOCK, ROW_BLOCK, GRAD_KEYS = 960, 48, 120, 96, 192  # AVX-512's tiles of so many keys
 ISAS = pytest.mark.parametrize("isa", abi.ISAS[1:])
+OTHERS: dict[str, Backend] = {"tiled": Tiled(32, 16), "reference": Reference()}
+BACKENDS = pytest.mark.parametrize("name", (*abi.ISAS[1:], *OTHERS))
+SINK = pytest.mark.parametrize("sink", (None, [0.5, -1.0], [30.0, 1e4]), ids=str)  # the last leaves live rows little, and none
+DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16), ids=str)
 
 
 def _backend(isa: str) -> Cpu:
@@ -154,3 +162,65 @@ def test_a_large_lse_bounds_its_gradients(isa, seqlen_q, dtype):
     assert lse.abs().max() > 1e8
     d_v = backend.backward(call, o, lse, torch.ones_like(o), None)[2]
     assert d_v.abs().max() <= seqlen_q * 1.01
+
+
+def _with_dead_rows(rows: int, keys: int, all_of_them: bool, by_bias: bool, dtype, sink) -> tuple[Call, torch.Tensor, torch.Tensor]:
+    """A call, dO, and which rows have only scores of -inf, by their bias or by themselves; only those see the last key."""
+    draw = torch.Generator().manual_seed(rows + keys)
+    q, k, v, d_o = (torch.randn(1, n, heads, 24, generator=draw).to(dtype) for n, heads in ((rows, 2), (keys, 1), (keys, 1), (rows, 2)))
+    dead = (torch.arange(rows) % 3 == 0) | all_of_them
+    bias = torch.randn(1, 2, rows, keys, generator=draw).to(dtype)
+    if by_bias:
+        bias[:, :, dead] = -INF
+    else:
+        q[:, dead, :, 0], k[..., 0] = INF, -1.0
+    seen = torch.ones(rows, keys, dtype=torch.bool)
+    seen[:, -1] = dead
+    mask, sink = Full() if all_of_them else Dense(seen), None if sink is None else torch.tensor(sink, dtype=dtype)
+    return Call(q=q, k=k, v=v, mask=mask, scale=0.2, bias=bias if by_bias else None, sink=sink, grad=True), d_o, dead
+
+
+@pytest.mark.sampled(0.5)
+@BACKENDS
+@DTYPES
+@SINK
+@pytest.mark.parametrize("by_bias", (True, False), ids=("bias", "query"))
+def test_a_row_of_minus_infinities_sees_nothing(name, dtype, sink, by_bias):
+    """What it sees, and its dO where its LSE tells, may be NaN: its O and gradients are 0, and those of others as ever."""
+    backend, near = OTHERS.get(name) or _backend(name), {torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+    for rows, keys in ((1, 1), (1, 9), (9, 300), (70, 70), (300, 200)):
+        for value, all_of_them in ((INF, True), (NAN, False)):
+            call, d_o, dead = _with_dead_rows(rows, keys, all_of_them, by_bias, dtype, sink)
+            clean, want = d_o.clone(), backend.forward(call)
+            clean[:, dead] = 0.0
+            want += backend.backward(call, *want, clean, torch.ones_like(want[1]), bias_grad=by_bias)
+            call.v[:, -1, :, 3] = value
+            if sink is None:
+                d_o[:, dead] = value
+            got = backend.forward(call)
+            got += backend.backward(call, *got, d_o, torch.ones_like(got[1]), bias_grad=by_bias)
+            torch.testing.assert_close(got, want, rtol=near, atol=near)
+            assert not got[0][:, dead].any() and not got[2][:, dead].any(), "O and dQ"
+            nothing = torch.tensor([-INF] * 2) if call.sink is None else call.sink.float()
+            assert torch.equal(got[1][0][:, dead], nothing[:, None].expand(-1, int(dead.sum())))
+
+
+@BACKENDS
+@DTYPES
+@SINK
+def test_a_decoded_row_of_minus_infinities_sees_nothing(name, dtype, sink):
+    """One sequence of two, of one block, several, and several splits of keys."""
+    for queries, length in ((1, 1), (3, 9), (1, 300), (2, 2500)):
+        draw = torch.Generator().manual_seed(length)
+        q, k, v = (torch.randn(2, n, heads, 24, generator=draw).to(dtype) for n, heads in ((queries, 2), (length, 1), (length, 1)))
+        q[0, ..., 0], k[..., 0], v[0, ::3, :, 1] = INF, -1.0, NAN
+        lengths, sinks = torch.tensor([length, length], dtype=torch.int32), None if sink is None else torch.tensor(sink, dtype=dtype)
+        if name in OTHERS:
+            o, lse = tw.decode(q, k, v, cache_seqlens=lengths, sink=sinks, return_lse=True, backend=name)
+        else:
+            plain = dict.fromkeys(("page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split"))
+            cache = {"q": q, "k_cache": k, "v_cache": v, "seqlens": lengths, "max_seqlen_q": queries, "shared_prefix": 0}
+            o, lse = _backend(name).decode(DecodeCall(**cache, **plain, mask=Causal(), scale=0.2, sink=sinks))
+        assert not o[0].any() and o[1].isfinite().all()
+        nothing = torch.tensor([-INF] * 2) if sinks is None else sinks.float()
+        assert torch.equal(lse[0], nothing[:, None].expand(-1, queries))

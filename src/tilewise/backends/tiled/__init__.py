@@ -121,6 +121,7 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     wide = _statistics_dtype(l.device)
     m, l, acc_o = (scores.split(m).to(wide) * scores.unit), scores.split(l).to(wide), scores.split(acc_o)
+    acc_o.masked_fill_(l == 0.0, 0.0)  # 0 times NaN, where all scores are -inf
     row_max = None
     if scores.call.row_max:  # a row that sees nothing still has the m that it started with
         row_max = torch.where(l.isnan(), l, m).masked_fill(l == 0.0, -math.inf).squeeze(-1)
@@ -134,17 +135,20 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
 
 
 class Rows:
-    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): dO, LSE / unit, delta."""
+    """What the backward knows of each query of a part, packed (lanes, queries * group, ...): Q, dO, LSE / unit, delta.
+
+    dead: which see nothing, or only scores of -inf, where hidden values need care, else None.
+    """
 
     def __init__(self, scores: Scores, o: Tensor, lse: Tensor, d_o: Tensor, d_lse: Tensor | None) -> None:
         part, sink = scores.part, scores.call.sink
         wide = _statistics_dtype(o.device)
         lse = part.statistics(lse)[..., None].to(wide)
-        self.d_o = part.pack(part.queries(d_o), scores.dtype)
-        nothing = lse == -math.inf
-        if scores.exact:  # dO of a query that sees nothing is hidden, and may be NaN
-            nothing_seen = nothing | ~part.sees_a_key(scores.dtype)[:, None, None]
-            self.d_o = self.d_o.masked_fill(part.pack(nothing_seen, torch.bool), 0.0)
+        self.q, self.d_o = scores.q, part.pack(part.queries(d_o), scores.dtype)
+        nothing, self.dead = lse == -math.inf, None
+        if scores.exact:  # with a sink, LSE does not tell
+            self.dead = part.pack(nothing, torch.bool) if sink is None else scores.all_hidden()
+            self.q, self.d_o = (x.masked_fill(self.dead, 0.0) for x in (self.q, self.d_o))
         delta = (scores.split(self.d_o).to(wide) * part.queries(o)).sum(dim=-1, keepdim=True)  # Eq. 23
         if d_lse is not None:
             delta -= part.statistics(d_lse)[..., None]  # Eq. 28
@@ -163,6 +167,13 @@ class Rows:
         self.d_o = self.d_o * factor
         self.delta = part.pack(delta, scores.dtype) * factor
 
+    def hidden(self, queries: slice, visible: Tensor | None) -> Tensor | None:
+        """The pairs of a tile that count for nothing; None: all count."""
+        hidden = None if visible is None else ~visible
+        if self.dead is None:
+            return hidden
+        return self.dead[:, queries] if hidden is None else self.dead[:, queries] | hidden
+
 
 def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
     """dK / scale and dV of one block of keys, (batch, heads_k, keys, dim). Adds dQ / scale and dbias to `outputs`."""
@@ -172,14 +183,14 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
     dq, d_bias = outputs
     for i0, i1, predicate in block.steps:
         queries = scores.rows(i0, i1)
-        q, d_o = scores.q[:, queries], rows.d_o[:, queries]
+        q, d_o = rows.q[:, queries], rows.d_o[:, queries]
         visible = _visible(scores, predicate)
-        visible_t = None if visible is None else visible.mT
+        visible_t, hidden = None if visible is None else visible.mT, rows.hidden(queries, visible)
         s, slope = scores.tile(i0, i1, *span, predicate, slope=True)
         s.sub_(rows.lse[:, queries])
         p = scores.exp(s.clamp_(max=_EXCESS / scores.unit) if scores.steep else s)  # Eq. 24
-        if visible is not None:
-            p.masked_fill_(~visible, 0.0)
+        if hidden is not None:
+            p.masked_fill_(hidden, 0.0)
         dp = torch.bmm(d_o, v.mT, out=scores.buffer("dp", *p.shape[1:]))  # Eq. 21
         keep = scores.keep(i0, i1, *span)
         if keep is None:
@@ -188,8 +199,8 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
             dp.mul_(keep)
             accumulate(dv, keep.mul_(p).mT, d_o, visible_t)  # Eq. 36
         ds = dp.sub_(rows.delta[:, queries]).mul_(p)  # Eq. 25
-        if visible is not None:
-            ds.masked_fill_(~visible, 0.0)
+        if hidden is not None:
+            ds.masked_fill_(hidden, 0.0)
         if d_bias is not None:
             target = cut(d_bias, ALL, ALL, slice(i0, i1), ALL, slice(*span))
             target += scores.split(ds).sum_to_size(target.shape)  # Eq. 32
@@ -198,6 +209,8 @@ def _backward_columns(scores: Scores, v: Tensor, rows: Rows, block: Block, outpu
         accumulate(dk, ds.mT, q, visible_t)  # Eq. 27
         tile_dq = torch.zeros_like(q)
         accumulate(tile_dq, ds, k, visible)  # Eq. 26
+        if rows.dead is not None:
+            tile_dq.masked_fill_(rows.dead[:, queries], 0.0)
         dq[:, :, i0:i1] += scores.split(tile_dq)
     return dk.view(*scores.lanes, *dk.shape[1:]), dv.view(*scores.lanes, *dv.shape[1:])
 

@@ -96,14 +96,6 @@ class Part:
         """The blocks of tile_n keys, each with the queries that see it: the same cut of the transposed mask."""
         return _blocks(self.region.transpose(), self.tile_n, self.tile_m, dtype, self.call.q.device, True)
 
-    def sees_a_key(self, dtype: torch.dtype) -> Tensor:
-        """Which queries see any key, bool (seqlen_q,)."""
-        sees = torch.zeros(self.call.seqlen_q, dtype=torch.bool, device=self.call.q.device)
-        for start, stop, steps in self.query_blocks(dtype):
-            for step in steps:
-                sees[start:stop] |= True if step.predicate is None else step.predicate.visible.any(dim=1)
-        return sees
-
 
 def cut(x: Tensor, *slices: slice) -> Tensor:
     """x[slices], where a dimension of size 1 broadcasts and stays."""

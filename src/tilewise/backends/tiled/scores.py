@@ -77,6 +77,15 @@ class Scores:
             pairs.add_(predicate.hide[:, None])  # Eq. 19
         return s, derivative
 
+    def all_hidden(self) -> Tensor:
+        """Which packed rows (lanes, queries * group, 1) have no score but -inf."""
+        hidden = torch.ones_like(self.q[..., :1], dtype=torch.bool)
+        for start, stop, steps in self.part.query_blocks(self.dtype):
+            for j0, j1, predicate in steps:
+                s, _ = self.tile(start, stop, j0, j1, predicate)
+                hidden[:, self.rows(start, stop)] &= (s == -math.inf).all(dim=-1, keepdim=True)
+        return hidden
+
     def keep(self, i0: int, i1: int, j0: int, j1: int) -> Tensor | None:
         """What dropout multiplies the probabilities of a tile with, 0 or 1 / (1 - p); None without dropout."""
         dropout, part = self.call.dropout, self.part

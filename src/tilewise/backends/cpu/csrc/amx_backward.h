@@ -20,6 +20,7 @@ struct TileBackward {
   int64_t row_blocks;                // of kTileGradRows
   bool alone;                        // a head's chunks follow one another in one thread: the first that sees a row finds delta, the last stores dQ
   float* delta;                      // (batch, heads_q, seqlen_q); null where one chunk is all
+  float* lse;                        // likewise, of lse_of_rows; null without a sink
   bool local_dq;
   float* dq;                         // (batch, heads_q, row_blocks) of kTileColumns columns of round_up(head_dim, 16) cells
   int64_t* turns;
@@ -30,7 +31,7 @@ struct TileBackward {
 template <int T>
 static TileBackward plan_tile_backward(const tw_args& a, int32_t* splits) {
   const int64_t dim = round_up(a.head_dim, 32), dim_v = round_up(a.head_dim_v, 32);
-  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, false, nullptr, false, nullptr, nullptr, 0, splits};
+  TileBackward p = {a, even_blocks(a.seqlen_k, kTileGradKeys, 32), 0, 0, 1, 1, 0, 0, 0, false, nullptr, nullptr, false, nullptr, nullptr, 0, splits};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -46,6 +47,7 @@ static TileBackward plan_tile_backward(const tw_args& a, int32_t* splits) {
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
   p.alone = p.chunks == 1 || p.together > 0;
   if (p.chunks > 1 || a.dsink) p.delta = arena.floats(a.batch * a.heads_q * a.seqlen_q);
+  if (a.dsink) p.lse = arena.floats(a.batch * a.heads_q * a.seqlen_q);
   p.local_dq = p.chunks == 1 && dq_floats * 4 <= kTileLocalDqBytes;
   if (!p.local_dq) p.dq = arena.floats(a.batch * a.heads_q * dq_floats);
   p.bytes = (int64_t)arena.used;
@@ -193,13 +195,13 @@ static void load_tile_queries(TileQueries& queries, const TileBackward& plan, co
   }
   for (int64_t i = 0; T > 1 && i < rows; i++)
     if (__builtin_isinf(queries.delta[i])) splits = false;  // nor will dS
-  for (int64_t i = rows; i < padded; i++) queries.delta[i] = 0.f;
-  for (int64_t i = 0; i < padded; i++) {
-    const float lse = i < rows ? a.lse[h.statistics(row + i)] : -kInf;
-    queries.lse[i] = lse == -kInf ? kInf : lse;
-    queries.dead_rows |= i < rows && lse == -kInf;
-    queries.fused &= lse == -kInf || __builtin_fabsf(lse) < kFusedScores;
+  if (plan.lse) memcpy(queries.lse, plan.lse + h.statistics(row), (size_t)rows * sizeof(float));
+  else lse_of_rows(queries.lse, h, row, rows);
+  for (int64_t i = 0; i < rows; i++) {
+    queries.dead_rows |= queries.lse[i] == kInf;
+    queries.fused &= queries.lse[i] == kInf || __builtin_fabsf(queries.lse[i]) < kFusedScores;
   }
+  for (int64_t i = rows; i < padded; i++) queries.lse[i] = kInf, queries.delta[i] = 0.f;
 }
 
 // P and dS of two keys and a pair of columns, from S and dP. General: masks, score modifiers, dropout.
@@ -558,13 +560,15 @@ static void tile_backward_item(const void* context, int64_t item, char* memory) 
     for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) tile_backward_chunk<T>(plan, chunk, group, memory);
 }
 
-// delta, and dQ = 0, for one block of rows, where no chunk is to find them.
+// LSE for one block of rows; delta, and dQ = 0, where no chunk is to find them.
 template <int T>
 static void prepare_rows(const void* context, int64_t item, char* memory) {
   const TileBackward& plan = *(const TileBackward*)context;
   const tw_args& a = plan.args;
   const int64_t block = item % plan.row_blocks, head = item / plan.row_blocks;
   const Head h(a, head / a.heads_q, head % a.heads_q);
+  const int64_t first = block * kTileGradRows;
+  if (plan.lse) lse_of_rows(plan.lse + h.statistics(first), h, first, min_of(kTileGradRows, a.seqlen_q - first));
   if (plan.alone && visits_of(plan, h, block).first >= 0) return;
   const TileUnit unit;
   bool splits = true;
@@ -575,7 +579,7 @@ static void prepare_rows(const void* context, int64_t item, char* memory) {
   const Cells d_o = bf16_cells<T>(arena, round_up(a.head_dim_v, 32) / 2, 2);
   char* scratch = (char*)arena.floats(32 * a.head_dim_v);
   const int64_t end = plan.delta ? min_of((block + 1) * kTileGradRows, a.seqlen_q) : 0;
-  for (int64_t row = block * kTileGradRows; row < end; row += 32) {
+  for (int64_t row = first; row < end; row += 32) {
     const int64_t rows = min_of((int64_t)32, a.seqlen_q - row);
     pack_finite<T>({h.out(a.d_o, row, h.head), a.d_o.seq, rows, a.head_dim_v}, odd, scratch, splits,
                    [&](const Rows<T>& in, Finite<T>& finite) { pack_rows_transposed<T>(d_o, in, 32, finite); });

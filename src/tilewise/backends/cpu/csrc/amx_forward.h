@@ -352,6 +352,11 @@ static void finish_column(const TilePanel& panel, int64_t w, const Head& h) {
   vf m = load(panel.state->m + w * L), l = load(panel.state->l + w * L), factor = splat(1.f);
   alignas(64) float lse[L], row_max[L];
   store(row_max, largest_score(m, l));
+  const vi nothing = l == splat(0.f);
+  for (int64_t c = 0; any_lane(nothing) && c < a.head_dim_v; c++) {  // 0 times NaN, where all scores are -inf
+    float* o = floats(panel.o, c, w);
+    store(o, nothing ? vf{} : load(o));
+  }
   if (a.sink) {
     const vf sink = splat(a.sink[h.head]), m_all = maximum(sink, m), center = m_all == splat(-kInf) ? vf{} : m_all;
     factor = exp_of(m - center);

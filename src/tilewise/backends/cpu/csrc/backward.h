@@ -22,6 +22,7 @@ struct BackwardPlan {
   int64_t together;                   // groups of one item, with all of their chunks; 0: an item is one chunk of one group
   bool one_pass;                      // a single chunk, which finds delta and clears dQ itself
   float* delta;                       // (batch, heads_q, seqlen_q), where not
+  float* lse;                         // likewise, of lse_of_rows; null without a sink
   bool local_dq;                      // a single chunk adds up dQ in its thread's scratch
   float* dq;                          // (batch, heads_q, seqlen_q, padded head_dim) fp32 where neither that nor args.dq will do
   int64_t* turns;                     // (chunks, groups)
@@ -32,7 +33,7 @@ constexpr int64_t kLocalDqBytes = 512 << 10;
 
 static BackwardPlan plan_backward(const tw_args& a) {
   const int64_t dim = round_up(a.head_dim, kPad), dim_v = round_up(a.head_dim_v, kPad);
-  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, 0, false, nullptr, false, nullptr, nullptr, 0};
+  BackwardPlan p = {a, even_blocks(a.seqlen_k, kGradKeys), 0, 0, 1, 1, 0, 0, false, nullptr, nullptr, false, nullptr, nullptr, 0};
   if (a.dbias.data && a.dbias.batch == 0) p.batch_step = a.batch;
   if (a.dbias.data && a.dbias.head == 0) p.head_step = a.heads_k;
   p.groups = a.batch / max_of(p.batch_step, (int64_t)1) * (a.heads_k / p.head_step);
@@ -46,6 +47,7 @@ static BackwardPlan plan_backward(const tw_args& a) {
   p.turns = (int64_t*)arena.floats(2 * p.chunks * p.groups);
   p.one_pass = p.chunks == 1 && !a.dsink;
   p.delta = arena.floats(p.one_pass ? 0 : rows);
+  if (a.dsink) p.lse = arena.floats(rows);
   const bool in_place = a.dtype == TW_FP32 && a.head_dim % kPad == 0;
   p.local_dq = !in_place && p.chunks == 1 && a.seqlen_q * dim * 4 <= kLocalDqBytes;
   if (!in_place && !p.local_dq) p.dq = arena.floats(rows * dim);
@@ -146,11 +148,9 @@ static void load_queries(QueryBlock& queries, const BackwardPlan& plan, const Ba
     if (plan.one_pass) find_delta<Op>(queries.delta + i, scratch.o, scratch.d_o + i * dim_v, h, row + i, n);
   }
   if (!plan.one_pass) memcpy(queries.delta, plan.delta + h.statistics(row), (size_t)rows * sizeof(float));
-  const float* lse = a.lse + h.statistics(row);
-  for (int64_t i = 0; i < rows; i++) {
-    queries.lse[i] = lse[i] == -kInf ? kInf : lse[i];
-    queries.dead_rows |= lse[i] == -kInf;
-  }
+  if (plan.lse) memcpy(queries.lse, plan.lse + h.statistics(row), (size_t)rows * sizeof(float));
+  else lse_of_rows(queries.lse, h, row, rows);
+  for (int64_t i = 0; i < rows; i++) queries.dead_rows |= queries.lse[i] == kInf;
   for (int64_t i = rows; i < round_up(rows, L); i++) queries.lse[i] = kInf, queries.delta[i] = 0.f;
 }
 
@@ -234,7 +234,7 @@ static void backward_item(const void* context, int64_t item, char* memory) {
     for (int64_t group = item * plan.together; group < (item + 1) * plan.together; group++) backward_chunk<Op>(plan, chunk, group, memory);
 }
 
-// delta, and dQ = 0, for one panel of rows.
+// delta, LSE and dQ = 0, for one panel of rows.
 template <class Op>
 static void prepare_panel(const void* context, int64_t item, char* memory) {
   const BackwardPlan& plan = *(const BackwardPlan*)context;
@@ -245,6 +245,7 @@ static void prepare_panel(const void* context, int64_t item, char* memory) {
   alignas(64) float delta[kPanel];
   find_delta<Op>(delta, (float*)memory, nullptr, h, row, rows);
   memcpy(plan.delta + h.statistics(row), delta, (size_t)rows * sizeof(float));
+  if (plan.lse) lse_of_rows(plan.lse + h.statistics(row), h, row, rows);
   if (!plan.local_dq) clear_dq(plan, h, row, rows);
 }
 

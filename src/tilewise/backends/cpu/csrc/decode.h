@@ -137,6 +137,13 @@ static void decode_rows(int64_t n, const Arguments&... arguments) {
   if constexpr (R > 1) decode_rows<DT, R - 1>(n, arguments...);
 }
 
+// Whether a row, whose first split's l is at `at`, saw nothing, or only scores of -inf.
+static bool saw_nothing(const DecodePlan& plan, int64_t batch, int64_t at) {
+  for (int64_t s = 0; s < plan.splits(batch); s++, at += plan.rows(batch))
+    if (plan.l[at] != 0.f) return false;
+  return true;
+}
+
 // The largest score of a row, whose first split's m and l are at `at`.
 static float largest_of_splits(const DecodePlan& plan, int64_t batch, int64_t at) {
   float largest = -kInf;
@@ -149,11 +156,13 @@ static float largest_of_splits(const DecodePlan& plan, int64_t batch, int64_t at
 }
 
 // O = o / l and LSE = m + log l of a row of the batch, whose splits begin at `at`.
-static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at, const float* o, float m, float l) {
+static void finish_row(const DecodePlan& plan, const Head& h, int64_t row, int64_t at, float* o, float m, float l) {
   const tw_args& a = plan.parts.args;
+  const int64_t dim_v = round_up(a.head_dim_v, kPad);
+  if (saw_nothing(plan, h.batch, at)) memset(o, 0, (size_t)dim_v * 4);  // 0 times NaN, where all scores are -inf
   const float factor = l == 0.f ? 0.f : 1.f / l;
   const int64_t place = queries_of(a, h.batch).first + row, statistics = a.cu_seqlens_q ? h.head * a.seqlen_q + place : h.statistics(row);
-  store_rows(h.in_wide(a.o, place, h.head), 0, o, round_up(a.head_dim_v, kPad), 1, a.head_dim_v, &factor, 0, a.wide ? TW_FP32 : a.dtype);
+  store_rows(h.in_wide(a.o, place, h.head), 0, o, dim_v, 1, a.head_dim_v, &factor, 0, a.wide ? TW_FP32 : a.dtype);
   if (a.lse) a.lse[statistics] = l == 0.f ? -kInf : m + log_of(splat(l))[0];
   if (a.row_max) a.row_max[statistics] = largest_of_splits(plan, h.batch, at);
 }

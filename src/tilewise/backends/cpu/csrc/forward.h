@@ -186,7 +186,10 @@ static void forward_step(const Panel& p, const Head& h, KeyBlock<Op>& block, con
 // O / l, with the sink as one more logit; lse = m + log l. Rows that saw nothing: O = 0, lse = -inf (the sink, if any).
 static void finish_panel(const Panel& p, const Head& h) {
   const tw_args& a = h.args;
+  const int64_t dim_v = round_up(a.head_dim_v, kPad);
   alignas(64) float factors[kPanel], lse[kPanel], row_max[kPanel];
+  for (int64_t r = 0; r < p.rows; r++)
+    if (p.l[r] == 0.f) memset(p.o + r * dim_v, 0, (size_t)dim_v * 4);  // 0 times NaN, where all scores are -inf
   for (int w = 0; w < kPanelVectors; w++) {
     vf m = load(p.m + w * L), l = load(p.l + w * L), factor = splat(1.f);
     store(row_max + w * L, largest_score(m, l));
@@ -199,7 +202,7 @@ static void finish_panel(const Panel& p, const Head& h) {
     store(factors + w * L, l == splat(0.f) ? vf{} : factor / l);
     store(lse + w * L, l == splat(0.f) ? splat(-kInf) : m + log_of(l));
   }
-  store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, round_up(a.head_dim_v, kPad), p.rows, a.head_dim_v, factors, 1, a.dtype);
+  store_rows(h.out(a.o, p.row, h.head), a.o.seq, p.o, dim_v, p.rows, a.head_dim_v, factors, 1, a.dtype);
   if (a.lse) memcpy(a.lse + h.statistics(p.row), lse, (size_t)p.rows * sizeof(float));
   if (a.row_max) memcpy(a.row_max + h.statistics(p.row), row_max, (size_t)p.rows * sizeof(float));
 }

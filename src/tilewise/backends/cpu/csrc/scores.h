@@ -152,6 +152,29 @@ static void dropout_factors(float* factor, int64_t lds, const Head& h, const Cro
   }
 }
 
+// Whether all scores that a row sees are -inf, where none is NaN or +inf: so an infinity in Q or K makes one, unless a softcap bounds it.
+static TW_APART bool sees_nothing(const Head& h, int64_t row) {
+  const tw_args& a = h.args;
+  const bool bounded = a.softcap > 0, finite = rows_finite(h.q(row), 0, 1, a.head_dim, a.dtype);
+  const BandList bands = bands_at(h.plane, row);
+  for (int64_t x = bands.begin; x < bands.end; x++) {
+    const int64_t end = min_of(min_of(bands[x].k1, row + bands[x].hi + 1), a.seqlen_k);
+    for (int64_t key = max_of(bands[x].k0, row + bands[x].lo); key < end; key++) {
+      if (!visible(bands, x, row, key)) continue;
+      if (a.bias.data && load_one(element(a.bias.data, h.at(a.bias, row, h.head) + key, a.bias_dtype), a.bias_dtype) == -kInf) continue;
+      if (bounded || (finite && rows_finite(h.k(key), 0, 1, a.head_dim, a.dtype))) return false;
+    }
+  }
+  return true;
+}
+
+// LSE of rows as their gradients take it: +inf where a row sees nothing, or only scores of -inf, so that P = 0. With a sink such a row's is the sink.
+static void lse_of_rows(float* out, const Head& h, int64_t row, int64_t rows) {
+  const float *lse = h.args.lse + h.statistics(row), *sink = h.args.sink;
+  for (int64_t i = 0; i < rows; i++)
+    out[i] = lse[i] == -kInf || (sink && lse[i] == sink[h.head] && sees_nothing(h, row + i)) ? kInf : lse[i];
+}
+
 // dsink = -sum exp(sink - lse) delta over all rows of a head, of all batches. Lanes without a row have an lse of 0, and the sink may be far above it.
 static void sum_sink_gradient(const tw_args& a, const float* delta_rows, int64_t head) {
   double dsink = 0;
