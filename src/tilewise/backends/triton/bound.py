@@ -286,6 +286,7 @@ class Bound:
         mend = self.run(function, once(config), visible.kind, operands, **more, CAREFUL=True)
 
         def both(programs: int, arguments: Mapping) -> None:
+            arguments = {**arguments, "spoils": scratch((programs,), torch.int32, self.device)}
             run(programs, arguments)
             mend(programs, arguments)
 

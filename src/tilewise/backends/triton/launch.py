@@ -39,7 +39,9 @@ OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_ca
 POINTERS: dict[str, str | None] = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
 POINTERS |= dict.fromkeys(("lse", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
-POINTERS |= dict.fromkeys(("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k"), "*i32")
+POINTERS |= dict.fromkeys(
+    ("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k", "spoils"), "*i32"
+)
 POINTERS |= dict.fromkeys(("row_max", "row_factor", "row_shift", "k_whole", "k_lost", "centre", "k_centre", "v_centre"), "*fp32")
 POINTERS |= dict.fromkeys(("v_weights", "v_units", "largest"), "*fp32")
 POINTERS["tree"] = "*i8"

@@ -8,7 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import lost, mended, set_apart, spoiled, unexplained
+from tilewise.backends.triton.kernels.careful import lost, mended, set_apart, spoiled, unexplained, with_nan
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -130,7 +130,7 @@ def _visit_keys(
 
 @triton.jit
 def dq(
-    q, k, v, d_o, d_q, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
+    q, k, v, d_o, d_q, lse, delta, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
     d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
     bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale,
@@ -140,7 +140,10 @@ def dq(
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, alone (careful.py). Grid: m_tiles * batch * heads."""
+    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, and `spoils` says so, alone (careful.py). Grid: m_tiles * batch * heads."""
+    if CAREFUL:  # noqa: SIM102 - a constant
+        if tl.load(spoils + tl.program_id(0)) == 0:
+            return
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles
@@ -154,18 +157,13 @@ def dq(
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
-    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
-    if CAREFUL:  # not `d_q +=`, as in forward.py
-        found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-        all_lost, _ = lost(lse_rows, delta_rows)
-        if tl.max(tl.where(all_lost > 0, 0, spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT))) == 0:
-            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
+    at = pair.to(tl.int64) * seqlen_q + rows
+    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -216,6 +214,9 @@ def dq(
         acc = mended(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT)
         if DIM_B:
             acc_b = mended(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
+    else:
+        all_lost, _ = lost(lse_rows, delta_rows)
+        tl.store(spoils + tl.program_id(0), tl.max(tl.where((all_lost == 0) & (rows < seqlen_q), with_nan(acc, acc_b, DIM_B > 0), 0)))
     store_rows(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     if DIM_B:
         store_rows(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
@@ -312,7 +313,7 @@ def _visit_queries(
 
 @triton.jit
 def dkdv(
-    q, k, v, d_o, d_k, d_v, lse, delta, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    q, k, v, d_o, d_k, d_v, lse, delta, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
     d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
@@ -325,8 +326,11 @@ def dkdv(
 ):  # fmt: skip
     """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
 
-    CAREFUL: where they are NaN, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
+    CAREFUL: where they are NaN, and `spoils` says so, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
     """
+    if CAREFUL:  # noqa: SIM102 - a constant
+        if tl.load(spoils + tl.program_id(0)) == 0:
+            return
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles  # under a causal mask the first tiles of keys take longest
     heads_k = heads // GROUP
@@ -406,6 +410,9 @@ def dkdv(
             d_k_acc_b = mended(d_k + DIM, d_k_acc_b, row, d_k_row, tl.arange(0, DIM_B), limit, CUT)
         if V_DIM_B:
             d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
+    else:
+        of_both = tl.maximum(with_nan(d_k_acc, d_k_acc_b, DIM_B > 0), with_nan(d_v_acc, d_v_acc_b, V_DIM_B > 0))
+        tl.store(spoils + tl.program_id(0), tl.max(tl.where(rows < seqlen_k, of_both, 0)))
     store_rows(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     store_rows(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if DIM_B:

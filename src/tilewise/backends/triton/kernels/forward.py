@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
-from tilewise.backends.triton.kernels.careful import mended, set_apart, spoiled
+from tilewise.backends.triton.kernels.careful import mended, set_apart, with_nan
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -95,7 +95,7 @@ def _visit(
 
 @triton.jit
 def forward(
-    q, k, v, o, lse, row_max, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    q, k, v, o, lse, row_max, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink,
     seed, offset, threshold, drawn, every, first_head, keep_scale, row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre,
@@ -109,8 +109,11 @@ def forward(
     """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
 
     EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: elements of `v_scale` and `v_centre` for a head.
-    CAREFUL: O alone, where it is NaN (careful.py). Grid: m_tiles * batch * heads.
+    CAREFUL: O alone, where it is NaN and `spoils` of this program says so (careful.py). Grid: m_tiles * batch * heads.
     """
+    if CAREFUL:  # noqa: SIM102 - a constant
+        if tl.load(spoils + tl.program_id(0)) == 0:
+            return
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
     pair = tl.program_id(0) // m_tiles
     m = m_tiles - 1 - tl.program_id(0) % m_tiles  # under a causal mask the last tiles of queries take longest
@@ -123,12 +126,6 @@ def forward(
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
-    if CAREFUL:
-        # Not `o +=`: the first run, which needs it at its end alone, would hold it in registers.
-        found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-        kept_lse = tl.load(lse + pair.to(tl.int64) * seqlen_q + rows, mask=rows < seqlen_q, other=float("inf"))
-        if tl.max(tl.where(kept_lse < float("inf"), spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT), 0)) == 0:
-            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
@@ -211,6 +208,8 @@ def forward(
         acc_b = acc_b * share[:, None]
     if not CAREFUL:
         tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
+        spoils_here = tl.where((natural < float("inf")) & (rows < seqlen_q), with_nan(acc, acc_b, V_DIM_B > 0), 0)
+        tl.store(spoils + tl.program_id(0), tl.max(spoils_here))
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     if CAREFUL:
         acc = mended(o, tl.where(dead[:, None], 0.0, acc), row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
