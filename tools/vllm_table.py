@@ -1,6 +1,6 @@
-"""The table of docs/guide/serving.md, from the rows of tools/gpu/vllm_bench.py that benchmarks/results/vllm has: rewrites the page.
+"""The tables of docs/guide/serving.md, from the rows of tools/gpu/vllm_bench.py that benchmarks/results/vllm has: rewrites the page.
 
-It stands between `<!-- vllm -->` and `<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
+They stand between `<!-- vllm:prefill -->`, or `<!-- vllm:decode -->`, and `<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
 """
 
 import json
@@ -11,7 +11,7 @@ from context_parallel_tables import markdown
 
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "benchmarks/results/vllm", ROOT / "docs/guide/serving.md"
-MARKED = re.compile(r"(<!-- vllm -->\n).*?(<!-- /vllm -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- vllm:(\w+) -->\n).*?(<!-- /vllm -->)", re.DOTALL)
 COLUMNS = {
     ("CUSTOM", 64): "tilewise",
     ("CUSTOM", 16): "tilewise, blocks of 16",
@@ -23,24 +23,30 @@ def load() -> list[dict]:
     return [json.loads(line) for path in sorted(ROWS.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def prefill(rows: list[dict]) -> list[str]:
-    """Thousands of prompt tokens a second, of the newest row of each cell."""
-    found = [row for row in rows if "tokens_per_s" in row]
-    cells = {(row["new"], row["cached"], row["backend"], row["block"]): row["tokens_per_s"] / 1e3 for row in found}
+def table(part: str, rows: list[dict]) -> list[str]:
+    """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode", milliseconds of a step."""
+    found = [row for row in rows if row["part"] == part]
+    if part == "prefill":
+        first, digits = "thousand tokens a second", 1
+        cells = {(row["cached"], row["new"], row["backend"], row["block"]): row["tokens_per_s"] / 1e3 for row in found}
+    else:
+        first, digits = "ms a step", 2
+        cells = {(row["length"], row["sequences"], row["backend"], row["block"]): row["ms"] for row in found}
+    columns = {column: title for column, title in COLUMNS.items() if any(cell[2:] == column for cell in cells)}
     body = [
         [
-            f"{new:,} behind {cached:,}",
-            *(f"{cells[new, cached, *column]:.1f}" if (new, cached, *column) in cells else "–" for column in COLUMNS),
+            f"{b:,} behind {a:,}" if part == "prefill" else f"{b:,} of {a:,}",
+            *(f"{cells[a, b, *column]:.{digits}f}" if (a, b, *column) in cells else "–" for column in columns),
         ]
-        for cached, new in sorted({(row["cached"], row["new"]) for row in found})
+        for a, b in sorted({cell[:2] for cell in cells})
     ]
     where = found[-1]["environment"]
     stamp = f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, commit {where['commit']}, {where['date'][:10]}."
-    return [*markdown(["thousand tokens a second", *COLUMNS.values()], body), "", stamp]
+    return [*markdown([first, *columns.values()], body), "", stamp]
 
 
 def refreshed(text: str, rows: list[dict]) -> str:
-    return MARKED.sub(lambda match: match[1] + "\n" + "\n".join(prefill(rows)) + "\n\n" + match[2], text)
+    return MARKED.sub(lambda match: match[1] + "\n" + "\n".join(table(match[2], rows)) + "\n\n" + match[3], text)
 
 
 if __name__ == "__main__":

@@ -20,5 +20,8 @@ def test_the_page_is_what_the_rows_make(tool):
 
 def test_the_newest_row_of_a_cell_counts(tool):
     where = {"device": "X", "vllm": "1", "torch": "1", "commit": "c", "date": "2026-01-01T00"}
-    row = {"new": 10, "cached": 0, "backend": "CUSTOM", "block": 64, "environment": where}
-    assert tool.prefill([row | {"tokens_per_s": 1e3}, row | {"tokens_per_s": 2e3}])[2] == "| 10 behind 0 | 2.0 | – | – |"
+    of_engine = {"backend": "CUSTOM", "block": 64, "environment": where}
+    row = {"part": "prefill", "new": 10, "cached": 0} | of_engine
+    assert tool.table("prefill", [row | {"tokens_per_s": 1e3}, row | {"tokens_per_s": 2e3}])[2] == "| 10 behind 0 | 2.0 |"
+    row = {"part": "decode", "sequences": 3, "length": 1024} | of_engine
+    assert tool.table("decode", [row | {"ms": 1.0}, row | {"ms": 1.234}, row | {"ms": 5.0, "block": 16}])[2] == "| 3 of 1,024 | 1.23 | 5.00 |"
