@@ -22,8 +22,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs):
-    """Spread pytest-xdist's workers over the GPUs: each has all of them, for tests of several, and its own one first. In a worker it would be too late,
-    as torch asks the driver which GPUs there are when it is asked whether there is one.
+    """Spread pytest-xdist's workers over the GPUs: each has all of them, for tests of several, and its own one first. In a worker it would be too
+    late: torch asks the driver which GPUs there are when it is asked whether there is one.
     """
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     for own, spec in enumerate(specs if len(gpus) > 1 else []):

@@ -317,6 +317,8 @@ def config_of(
     key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
     if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
         return of_mask[0]
+    if weight == "pairs" and (of_pairs := OF_PAIRS.get(key)):
+        return of_pairs[0]
     config, _ = TABLE[key]
     return lighter(config, purpose, target.family, weight) if target.nvidia else config
 
@@ -328,6 +330,15 @@ def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mas
     return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight, mask)
 
 
+OF_PAIRS: dict[tuple[str, str, int, int], tuple[Config, str]] = {
+    # as in TABLE, for calls that load a bias or draw random bits for each pair: a product of two warp groups wants 128 rows, or halves their work
+    ("sm90", "forward", 2, 64): (Config(128, 64, 8, 3), FITS),
+    ("sm90", "forward", 2, 128): (Config(128, 64, 8, 2), FITS),
+    ("sm90", "dkdv", 2, 64): (Config(32, 64, 4, 3), FITS),
+    ("sm90", "dkdv", 2, 128): (Config(32, 128, 8, 2), FITS),
+    ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3), FITS),
+    ("sm90", "dq", 2, 128): (Config(128, 64, 8, 2), FITS),
+}
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold
     "scores": {"forward": (128, 64)},
     "pairs": {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)},

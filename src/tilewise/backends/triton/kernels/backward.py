@@ -10,7 +10,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.kernels.careful import lost, mended, set_apart, spoiled, unexplained, with_nan
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
-from tilewise.backends.triton.kernels.scores import LOG2E, distance, kept, modify
+from tilewise.backends.triton.kernels.scores import LOG2E, bias_of, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
@@ -54,18 +54,18 @@ def probability(x, lse, scale, MODIFIED: tl.constexpr):
 
 @triton.jit
 def d_scores(
-    x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
-    draw, keep_scale,
+    x, d_p, lse, delta, sees, rows, keys, scale, softcap, slope, diagonal, b_tile, pair, draw, keep_scale,
     MASKED: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """dS of a tile (queries, keys) from the products q.k and dO.v: P (dP - delta), 0 where hidden; CAPPED: before the softcap, without scale."""
+    """dS of a tile (queries, keys) from the products q.k and dO.v, with BIAS and its tile of the bias: P (dP - delta), 0 where hidden. CAPPED: before
+    the softcap, without scale.
+    """
     bend = 1.0
     if MODIFIED:
         x, bend = modify(x, scale, softcap, SOFTCAP)
         if BIAS:
-            exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
-            x += tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0).to(tl.float32)
+            x += b_tile.to(tl.float32)
         if ALIBI:
             x -= slope * distance(rows[:, None], keys[None, :], diagonal)
     p = probability(x, lse[:, None], scale, MODIFIED)
@@ -97,6 +97,7 @@ def _visit_keys(
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
         keys, limit = n + columns, there - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
+        b_tile = bias_of(bias, rows[:, None], keys[None, :], seqlen_q, seqlen_k, bias_row, bias_column) if BIAS else 0.0
         k_tile = load_rows(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         x = dot(q, tl.trans(k_tile), tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
         v_tile = load_columns(v_at, columns, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
@@ -114,8 +115,8 @@ def _visit_keys(
         if CAREFUL:  # a bias of -inf hides, where it hides all
             sees = sees & (lse != float("-inf"))[:, None]
         d_s = d_scores(
-            x, d_p, lse, delta, sees, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, bias, bias_row, bias_column, pair,
-            draw, keep_scale, MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
+            x, d_p, lse, delta, sees, rows, keys, scale, softcap, slope, diagonal, b_tile, pair, draw, keep_scale,
+            MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
         )  # fmt: skip
         if CAREFUL:
             acc, k_tile = set_apart(acc, d_s, sees, k_tile, EMULATED)
@@ -243,6 +244,9 @@ def _visit_queries(
         q_at = q + head.to(tl.int64) * q_head + m.to(tl.int64) * q_row
         d_o_at = d_o + head.to(tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
         at = (pair + head).to(tl.int64) * seqlen_q + queries
+        if BIAS:
+            of_head = bias + head.to(tl.int64) * bias_head
+            b_tile = bias_of(of_head, queries[None, :], rows[:, None], seqlen_q, seqlen_k, bias_row, bias_column)
         if MASKED:
             lse_columns = tl.load(lse + at, mask=queries < seqlen_q, other=float("-inf"))
             delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0)
@@ -262,9 +266,7 @@ def _visit_queries(
         if MODIFIED:
             x, bend = modify(x, scale, softcap, SOFTCAP)
             if BIAS:
-                exists = (queries[None, :] < seqlen_q) & (rows[:, None] < seqlen_k)
-                where = bias + head.to(tl.int64) * bias_head + queries[None, :] * bias_row + rows[:, None] * bias_column
-                x += tl.load(where, mask=exists, other=0.0).to(tl.float32)
+                x += b_tile.to(tl.float32)
             if ALIBI:
                 diagonal = shift
                 if DIAGONALS:

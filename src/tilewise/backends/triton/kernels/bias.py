@@ -5,6 +5,7 @@ import triton.language as tl
 
 from tilewise.backends.triton.kernels.backward import d_scores
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow
+from tilewise.backends.triton.kernels.scores import bias_of
 from tilewise.backends.triton.kernels.visible import by_table, interval
 
 
@@ -66,6 +67,8 @@ def dbias(
                     d_o_at = d_o + tl.cast(b, tl.int64) * d_o_batch + tl.cast(h, tl.int64) * d_o_head + at_m * d_o_row
                     q_tile = load_rows(q_at, row, q_row, dims, q_limit, 0 if DIM_B else CUT, True)
                     d_o_tile = load_rows(d_o_at, row, d_o_row, v_dims, q_limit, 0 if V_DIM_B else V_CUT, True)
+                    here = bias + tl.cast(b, tl.int64) * bias_batch + tl.cast(h, tl.int64) * bias_head
+                    b_tile = bias_of(here, rows[:, None], keys[None, :], seqlen_q, seqlen_k, bias_row, bias_column)
                     x = dot(q_tile, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
                     d_p = dot(d_o_tile, v_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
                     if DIM_B:
@@ -82,12 +85,10 @@ def dbias(
                     diagonal = shift
                     if DIAGONALS:
                         diagonal = tl.load(diagonals + rows, mask=rows < seqlen_q, other=0)[:, None]
-                    here = bias + tl.cast(b, tl.int64) * bias_batch + tl.cast(h, tl.int64) * bias_head
                     exist = sees & (rows[:, None] < seqlen_q)
                     acc += d_scores(
-                        x, d_p, lse_rows, delta_rows, exist, rows, keys, seqlen_q, seqlen_k, scale, softcap, slope, diagonal, here,
-                        bias_row, bias_column, tl.cast(pair, tl.int32), draw, keep_scale, True, MODIFIED, SOFTCAP, BIAS,
-                        ALIBI, DROPOUT, TILE_M, TILE_N, False,
+                        x, d_p, lse_rows, delta_rows, exist, rows, keys, scale, softcap, slope, diagonal, b_tile, tl.cast(pair, tl.int32), draw,
+                        keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, False,
                     )  # fmt: skip
     at = d_bias + (own_batch * own_heads + own_head).to(tl.int64) * seqlen_k * (seqlen_q if EACH_ROW else 1)
     if EACH_ROW:

@@ -9,7 +9,7 @@ import triton.language as tl
 from tilewise.backends.triton.kernels import eight_bits
 from tilewise.backends.triton.kernels.careful import mended, set_apart, with_nan
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
-from tilewise.backends.triton.kernels.scores import LN2, distance, joined, kept, modify, online, settled
+from tilewise.backends.triton.kernels.scores import LN2, bias_of, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
@@ -40,9 +40,8 @@ def _visit(
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
         keys, limit = n + columns, there - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
-        if BIAS:  # ahead of the product: behind it Triton would take the maxima in the load's layout, and in the product's once more
-            exists = (rows[:, None] < seqlen_q) & (keys[None, :] < seqlen_k)
-            b_tile = tl.load(bias + rows[:, None] * bias_row + keys[None, :] * bias_column, mask=exists, other=0.0)
+        if BIAS:
+            b_tile = bias_of(bias, rows[:, None], keys[None, :], seqlen_q, seqlen_k, bias_row, bias_column)
         k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         if EIGHT:
             parts: tl.constexpr = 2 if DIM_B else 1

@@ -33,6 +33,14 @@ def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def bias_of(bias, rows, keys, seqlen_q, seqlen_k, bias_row, bias_column):
+    """The bias of a tile of pairs, of rows and keys that broadcast to it. It is loaded ahead of the product that it is added to: behind it Triton may
+    take what follows in the load's layout, and in the product's once more.
+    """
+    return tl.load(bias + rows * bias_row + keys * bias_column, mask=(rows < seqlen_q) & (keys < seqlen_k), other=0.0)
+
+
+@triton.jit
 def online(x, scale, top, total, MODIFIED: tl.constexpr):
     """One step of the online softmax: the weights of scores, what sums so far fade by, and the next total and top.
 
