@@ -25,7 +25,7 @@ MASKS = {Full: "full", Causal: "causal", SlidingWindow: "window of 1,024", Docum
 NOT_KNOWN = "cause not known"
 WHY = {  # by kind and direction, or kind alone
     ("full", "fwd"): "loads by TMA, of which the plan expected 550 at 128, where pointers were to give 450, are not built",
-    "a bias": "tiles of 64 rows, of which two groups of warps did half a product each; larger ones since, not measured",
+    ("a bias", "bwd"): "tiles of 64 rows, of which two groups of warps did half a product each; larger ones since, not measured",
     "softcap": "a score takes three operations of the exponential unit in place of one, and its tanh a dozen others",
 }
 CLOCKS = "graph", "events", "wall"
