@@ -14,6 +14,7 @@ from pathlib import Path
 MATHJAX = "javascripts/mathjax"  # where the site has it
 SCRIPT, FONTS = "tex-chtml.js", "output/chtml/fonts/woff-v2"
 SOCIAL = "social.png"
+SHORT = re.compile(r"<code>(?=[^<\n]{1,30}</code>)")  # what fits on a phone's line
 PLOT = re.compile(r"(!?)\[([^\]]*)\]\((?P<target>[^)\s]*plots/[^)\s]+\.svg)\)")
 
 
@@ -49,6 +50,11 @@ def on_page_markdown(markdown: str, *, page, config, files) -> str:
     )
 
 
+def on_page_content(html: str, *, page, config, files) -> str:
+    """mkdocs calls this with each page's HTML."""
+    return short_code_whole(html)
+
+
 def on_post_page(output: str, *, page, config) -> str:
     """MathJax on pages with formulas: a megabyte that the others need not load."""
     if 'class="arithmatex"' not in output:
@@ -57,6 +63,11 @@ def on_post_page(output: str, *, page, config) -> str:
 
     script = f'<script src="{get_relative_url(f"{MATHJAX}/{SCRIPT}", page.url)}" async></script>'
     return output.replace("</body>", f"{script}</body>")
+
+
+def short_code_whole(html: str) -> str:
+    """The page with short code marked: the stylesheet breaks no line in it (after the hyphens of an option, say)."""
+    return SHORT.sub('<code class="whole">', html)
 
 
 def without_missing(markdown: str, exists) -> str:

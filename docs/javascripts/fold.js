@@ -4,7 +4,8 @@
 (() => {
   const NARROW = 600, LONG = 15000;  // pixels
   const article = document.querySelector("article");
-  if (!article || innerWidth > NARROW || document.documentElement.scrollHeight <= LONG) return;
+  const root = document.documentElement;  // not innerWidth: a phone's counts what is too wide while the page loads
+  if (!article || root.clientWidth > NARROW || root.scrollHeight <= LONG) return;
 
   function fold(heading) {
     const section = document.createElement("div"), button = document.createElement("button");

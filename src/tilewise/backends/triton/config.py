@@ -67,11 +67,11 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     # (family, pass, bytes of an element, head class): configuration, provenance
     ("sm80", "forward", 2, 128): (Config(128, 128, 8, 2), TIMED_FOR_OLDER),
     ("sm80", "dkdv", 2, 64): (Config(64, 64, 4, 3), TIMED_FOR_OLDER),
-    ("sm80", "dkdv", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
+    ("sm80", "dkdv", 2, 128): (Config(64, 32, 4, 3), TIMED_FOR_OLDER),
     ("sm80", "dq", 2, 64): (Config(128, 32, 4, 3), TIMED_FOR_OLDER),
     ("sm80", "dq", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
     ("sm86", "dkdv", 2, 64): (Config(64, 64, 4, 3), TIMED_FOR_OLDER),
-    ("sm86", "dkdv", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
+    ("sm86", "dkdv", 2, 128): (Config(64, 32, 4, 3), TIMED_FOR_OLDER),
     ("sm86", "dq", 2, 64): (Config(128, 32, 4, 3), TIMED_FOR_OLDER),
     ("sm86", "dq", 2, 128): (Config(128, 32, 4, 2), TIMED_FOR_OLDER),
     ("sm90", "forward", 2, 64): (Config(128, 64, 4, 3), TIMED),

@@ -8,7 +8,7 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import lost, mended, set_apart, spoiled, unexplained, with_nan
+from tilewise.backends.triton.kernels.careful import lost, mended, not_finite, set_apart, spoiled, unexplained
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, bias_of, distance, kept, modify
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -141,7 +141,7 @@ def dq(
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, and `spoils` says so, alone (careful.py). Grid: m_tiles * batch * heads."""
+    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, alone (careful.py). Grid: m_tiles * batch * heads."""
     if CAREFUL:  # noqa: SIM102 - a constant
         if tl.load(spoils + tl.program_id(0)) == 0:
             return
@@ -165,6 +165,11 @@ def dq(
     at = pair.to(tl.int64) * seqlen_q + rows
     lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
     delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+    if CAREFUL:  # not `d_q +=`, as in forward.py
+        found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
+        of_ds, _ = lost(lse_rows, delta_rows)
+        if tl.max(tl.where(of_ds > 0, 0, spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT))) == 0:
+            return
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -216,8 +221,7 @@ def dq(
         if DIM_B:
             acc_b = mended(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
     else:
-        all_lost, _ = lost(lse_rows, delta_rows)
-        tl.store(spoils + tl.program_id(0), tl.max(tl.where((all_lost == 0) & (rows < seqlen_q), with_nan(acc, acc_b, DIM_B > 0), 0)))
+        tl.store(spoils + tl.program_id(0), tl.max(not_finite(acc, acc_b, DIM_B > 0)))
     store_rows(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     if DIM_B:
         store_rows(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
@@ -328,7 +332,7 @@ def dkdv(
 ):  # fmt: skip
     """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
 
-    CAREFUL: where they are NaN, and `spoils` says so, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
+    CAREFUL: where they are NaN, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
     """
     if CAREFUL:  # noqa: SIM102 - a constant
         if tl.load(spoils + tl.program_id(0)) == 0:
@@ -413,8 +417,8 @@ def dkdv(
         if V_DIM_B:
             d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
     else:
-        of_both = tl.maximum(with_nan(d_k_acc, d_k_acc_b, DIM_B > 0), with_nan(d_v_acc, d_v_acc_b, V_DIM_B > 0))
-        tl.store(spoils + tl.program_id(0), tl.max(tl.where(rows < seqlen_k, of_both, 0)))
+        of_both = tl.maximum(not_finite(d_k_acc, d_k_acc_b, DIM_B > 0), not_finite(d_v_acc, d_v_acc_b, V_DIM_B > 0))
+        tl.store(spoils + tl.program_id(0), tl.max(of_both))
     store_rows(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     store_rows(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if DIM_B:

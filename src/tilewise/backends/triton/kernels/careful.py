@@ -1,9 +1,9 @@
 """What kernels do a second time, CAREFUL, for tiles of results that hold a NaN.
 
 A product of tiles multiplies hidden values by weights of 0, which a NaN or an infinity does not forgive. So each kernel runs twice. The second time
-a program returns at once where the first said, in `spoils`, that its results hold no NaN but those that must be: of queries with an LSE that is NaN
-or infinite, as of scores beyond fp32, or a delta that is NaN, and of keys that these see. Else it computes them again: products take only what is
-finite, and what the visible rest gives is found by products of zeros and ones. What the formula itself makes NaN stays so.
+a program returns at once where the first said, in `spoils`, that its results are finite; or where they hold no NaN but those that must be: of queries
+with an LSE that is NaN or infinite, as of scores beyond fp32, or a delta that is NaN, and of keys that these see. Else it computes them again:
+products take only what is finite, and what the visible rest gives is found by products of zeros and ones. What the formula makes NaN stays so.
 """
 
 import triton
@@ -14,20 +14,23 @@ from tilewise.backends.triton.kernels.visible import by_table, walk
 
 
 @triton.jit
-def with_nan(x, x_b, BOTH: tl.constexpr):
-    """Which rows of a tile, of two if BOTH, hold a NaN, (rows,), as 0 or 1."""
-    found = tl.max((x != x).to(tl.int32), 1)
+def not_finite(x, x_b, BOTH: tl.constexpr):
+    """Which rows of a tile, of two if BOTH, hold a NaN or an infinity, (rows,), as 0 or 1."""
+    found = tl.sum(x * 0.0, 1)  # one operation an element, and one register a row
     if BOTH:
-        found = tl.maximum(found, tl.max((x_b != x_b).to(tl.int32), 1))
-    return found
+        found += tl.sum(x_b * 0.0, 1)
+    return (found != found).to(tl.int32)
 
 
 @triton.jit
 def spoiled(x, row, x_row, limit, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr):
-    """The same of a tile in memory."""
+    """Which rows of a tile in memory hold a NaN, (rows,), as 0 or 1."""
     tile = load_rows(x, row, x_row, tl.arange(0, DIM), limit, 0 if DIM_B else CUT, True).to(tl.float32)
-    tile_b = load_rows(x + DIM, row, x_row, tl.arange(0, DIM_B), limit, CUT, True).to(tl.float32) if DIM_B else tile
-    return with_nan(tile, tile_b, DIM_B > 0)
+    found = tl.max((tile != tile).to(tl.int32), 1)
+    if DIM_B:
+        tile_b = load_rows(x + DIM, row, x_row, tl.arange(0, DIM_B), limit, CUT, True).to(tl.float32)
+        found = tl.maximum(found, tl.max((tile_b != tile_b).to(tl.int32), 1))
+    return found
 
 
 @triton.jit

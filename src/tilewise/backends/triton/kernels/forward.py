@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
-from tilewise.backends.triton.kernels.careful import mended, set_apart, with_nan
+from tilewise.backends.triton.kernels.careful import mended, not_finite, set_apart, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, bias_of, distance, joined, kept, modify, online, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
@@ -108,7 +108,7 @@ def forward(
     """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
 
     EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: elements of `v_scale` and `v_centre` for a head.
-    CAREFUL: O alone, where it is NaN and `spoils` of this program says so (careful.py). Grid: m_tiles * batch * heads.
+    CAREFUL: O alone, where it is NaN (careful.py). Grid: m_tiles * batch * heads.
     """
     if CAREFUL:  # noqa: SIM102 - a constant
         if tl.load(spoils + tl.program_id(0)) == 0:
@@ -125,6 +125,12 @@ def forward(
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
+    if CAREFUL:
+        # Not `o +=`: the first run, which needs it at its end alone, would hold it in registers.
+        found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+        had = tl.load(lse + pair.to(tl.int64) * seqlen_q + rows, mask=rows < seqlen_q, other=float("inf"))
+        if tl.max(tl.where(had < float("inf"), spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT), 0)) == 0:
+            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
@@ -180,6 +186,8 @@ def forward(
                 pair, draw, scales, False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
                 V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, False,
             )  # fmt: skip
+    if not CAREFUL:
+        tl.store(spoils + tl.program_id(0), tl.max(not_finite(acc, acc_b, V_DIM_B > 0)))
     dead = (top == float("-inf")) & (total == 0.0)  # all scores are -inf, and none is NaN
     if not MODIFIED:
         top = top * LN2
@@ -207,8 +215,6 @@ def forward(
         acc_b = acc_b * share[:, None]
     if not CAREFUL:
         tl.store(lse + pair.to(tl.int64) * seqlen_q + rows, natural, mask=rows < seqlen_q)
-        spoils_here = tl.where((natural < float("inf")) & (rows < seqlen_q), with_nan(acc, acc_b, V_DIM_B > 0), 0)
-        tl.store(spoils + tl.program_id(0), tl.max(spoils_here))
     o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
     if CAREFUL:
         acc = mended(o, tl.where(dead[:, None], 0.0, acc), row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT)
