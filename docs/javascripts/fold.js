@@ -4,7 +4,7 @@
 (() => {
   const NARROW = 600, LONG = 15000;  // pixels
   const article = document.querySelector("article");
-  const root = document.documentElement;  // not innerWidth: a phone's counts what is too wide while the page loads
+  const root = document.documentElement;  // a window's inner width, on a phone, counts what is too wide while the page loads
   if (!article || root.clientWidth > NARROW || root.scrollHeight <= LONG) return;
 
   function fold(heading) {

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PHONE, HIGHEST = 400, 20_000  # pixels
+SCALE, TALLEST = 0.65, 1_500  # of a chart on a phone: letters of 10 points stay 8 pixels high; pixels
 ADDRESS = "https://example.org/docs/"
 
 
@@ -81,6 +82,19 @@ def test_a_plot_that_was_not_drawn_leaves_its_words(monkeypatch):
     assert without_missing(text, lambda target: target == "plots/time.svg").startswith("See [time](plots/time.svg)")
 
 
+def test_no_line_breaks_in_short_code(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    short_code_whole = importlib.import_module("site_hooks").short_code_whole
+    assert short_code_whole("with <code>--precision int8</code>") == 'with <code class="whole">--precision int8</code>'
+    block, long = "<pre><code>pip install .\n</code></pre>", f"<code>{'x' * 31}</code>"
+    assert short_code_whole(block + long) == block + long
+
+
+def test_scripts_take_the_width_that_a_page_is_laid_out_in():
+    """While a page loads, a phone's innerWidth counts what is too wide: the longest page was not folded."""
+    assert not [path.name for path in DOCS.glob("javascripts/*.js") if "innerWidth" in path.read_text(encoding="utf-8")]
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     if any(find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings", "mathjax")):
@@ -110,6 +124,8 @@ def test_the_site_builds_without_a_warning(built):
     assert "fonts.googleapis" not in first
     assert f'property="og:image" content="{ADDRESS}social.png"' in first and 'name="twitter:card"' in first
     assert struct.unpack(">II", (built / "social.png").read_bytes()[16:24]) == (1200, 630)
+    results = re.findall(r">Returns:</span></p>(.*?)</table>", (built / "api/index.html").read_text(encoding="utf-8"), re.DOTALL)
+    assert results and all(table.count('"doc-section-item"') == 1 for table in results), "a result is cut up into its docstring's lines"
 
 
 def test_the_site_serves_all_that_it_loads(built):
@@ -140,23 +156,27 @@ async function measure() {
     }
     const wide = [...root.querySelectorAll("article *")].filter(e => e.getBoundingClientRect().right > WIDTH + 1 && !e.closest(SCROLLS));
     const formulas = [root.querySelectorAll(".arithmatex").length, root.querySelectorAll("mjx-container").length];
-    found[page] = [root.scrollWidth, root.clientWidth, root.scrollHeight, formulas, wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120))];
+    const shown = [...root.querySelectorAll('article img[src$=".svg"]')].filter(e => e.offsetParent);
+    const charts = shown.filter(e => e.width < SCALE * e.naturalWidth || e.height > TALLEST).map(e => [e.src, e.width, e.height]);
+    found[page] = [root.scrollWidth, root.clientWidth, root.scrollHeight, formulas, wide.slice(0, 3).map(e => e.outerHTML.slice(0, 120)), charts];
     frame.remove();
   }
   await fetch("/found", {method: "POST", body: JSON.stringify(found)});
 }
 measure();
 </script>"""
-SCROLLS = ".md-typeset__scrollwrap, pre, .arithmatex"  # boxes in which what is too wide scrolls
+SCROLLS = ".md-typeset__scrollwrap, pre, .arithmatex, p:has(> img)"  # boxes in which what is too wide scrolls
 
 
 @needs_chromium
 def test_no_page_is_wider_than_a_phone_or_without_an_end(built, tmp_path):
     pages = sorted(f"/{path.relative_to(built).as_posix()}" for path in built.rglob("index.html"))
     text = PROBE.replace("PAGES", json.dumps(pages)).replace("WIDTH", str(PHONE)).replace("SCROLLS", json.dumps(SCROLLS))
+    text = text.replace("SCALE", str(SCALE)).replace("TALLEST", str(TALLEST))
     (built / "probe.html").write_text(text, encoding="utf-8")
     found = found_by(built, "probe.html", tmp_path / "profile")
     assert found.keys() == set(pages)
     assert not {page: said for page, said in found.items() if said[0] > said[1]}
     assert not {page: height for page, (_, _, height, *_) in found.items() if height > HIGHEST}
-    assert not {page: formulas for page, (_, _, _, formulas, _) in found.items() if formulas[0] != formulas[1]}
+    assert not {page: formulas for page, (_, _, _, formulas, *_) in found.items() if formulas[0] != formulas[1]}
+    assert not {page: charts for page, (*_, charts) in found.items() if charts}
