@@ -86,7 +86,7 @@ def tables(text: str) -> Iterator[Table]:
         kind = found["kind"]
         if found["name"] and kind == "tilewise":
             kind, _, rest = rest.partition(":")
-        elif kind in ("worklog", "context-parallel"):
+        elif kind in ("worklog", "context-parallel", "vllm"):
             kind = f"{kind}:{rest}"
         device = "h200" if found["kind"] == "context-parallel" else device_of(rest, found["body"], text[found.end() :])
         parts = re.split(r"^((?:\|.*\n)+)", found["body"], flags=re.MULTILINE)
@@ -223,7 +223,10 @@ ONCE = "one table a device, so no cell comes twice"  # held by a test
 COMPUTED = "computed by tools/worklog_tables.py, which a test holds to it"
 NOT_READ = {  # kind: why
     "machines": "names, versions and dates; no measured value",
-    **dict.fromkeys(("training", "error", "ceiling", "hard-inputs", "vllm", "video", "eight-bits", "context-parallel:decode"), ONCE),
+    **dict.fromkeys(
+        ("training", "error", "ceiling", "hard-inputs", "vllm:prefill", "vllm:decode", "video", "eight-bits", "context-parallel:decode"),
+        ONCE,
+    ),
     "counters": "one launch under the profiler, whose clock is not the bench's",
     "context-parallel:predicted": "predictions",
     "cards": "predictions",
