@@ -121,7 +121,8 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         m = m_new
     wide = _statistics_dtype(l.device)
     m, l, acc_o = (scores.split(m).to(wide) * scores.unit), scores.split(l).to(wide), scores.split(acc_o)
-    acc_o.masked_fill_(l == 0.0, 0.0)  # 0 times NaN, where all scores are -inf
+    if scores.exact:
+        acc_o.masked_fill_(l == 0.0, 0.0)  # 0 times NaN, where all scores are -inf
     row_max = None
     if scores.call.row_max:  # a row that sees nothing still has the m that it started with
         row_max = torch.where(l.isnan(), l, m).masked_fill(l == 0.0, -math.inf).squeeze(-1)
@@ -131,7 +132,7 @@ def _forward_rows(scores: Scores, v: Tensor, block: Block) -> tuple[Tensor, Tens
         rescale = torch.exp(m - m_new)
         m, l, acc_o = m_new, l * rescale + torch.exp(sink - m_new), acc_o * rescale.to(acc_o.dtype)  # Eq. 33
     lse = m + l.log()  # Eq. 18
-    return acc_o / l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype), lse.squeeze(-1), row_max  # Eq. 17
+    return acc_o.div_(l.masked_fill(l == 0.0, 1.0).to(acc_o.dtype)), lse.squeeze(-1), row_max  # Eq. 17
 
 
 class Rows:
