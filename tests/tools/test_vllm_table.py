@@ -24,4 +24,5 @@ def test_the_newest_row_of_a_cell_counts(tool):
     row = {"part": "prefill", "new": 10, "cached": 0} | of_engine
     assert tool.table("prefill", [row | {"tokens_per_s": 1e3}, row | {"tokens_per_s": 2e3}])[2] == "| 10 behind 0 | 2.0 |"
     row = {"part": "decode", "sequences": 3, "length": 1024} | of_engine
-    assert tool.table("decode", [row | {"ms": 1.0}, row | {"ms": 1.234}, row | {"ms": 5.0, "block": 16}])[2] == "| 3 of 1,024 | 1.23 | 5.00 |"
+    rows = [row | {"ms": 1.0}, row | {"ms": 1.234}, row | {"ms": 5.0, "block": 16}]
+    assert tool.table("decode", rows)[2] == "| 3 of 1,024 | 1.23 | 5.00 |"
