@@ -158,7 +158,7 @@ class RotaryEmbedding(torch.nn.Module):
 def split_heads(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of qkv (batch, seqlen, num_heads_q + 2 heads_k, head_dim), as views."""
     check_tensor("qkv", qkv, ("batch", "seqlen", "heads_q + 2 heads_k", "head_dim"))
-    if not is_integer(num_heads_q) or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
+    if num_heads_q is None or not is_integer(num_heads_q) or not 0 < num_heads_q < qkv.shape[2] or (qkv.shape[2] - num_heads_q) % 2:
         raise ShapeError(
             f"num_heads_q must say how many of the {qkv.shape[2]} heads of qkv are queries, got {num_heads_q!r}; the rest are k and v"
         )
