@@ -331,7 +331,10 @@ def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mas
 
 
 OF_PAIRS: dict[tuple[str, str, int, int], tuple[Config, str]] = {
-    # as in TABLE, for calls that load a bias or draw random bits for each pair: a product of two warp groups wants 128 rows, or halves their work
+    # as in TABLE, for calls that load a bias or draw random bits for each pair, where MOST of it would be too little: on Hopper a product of two
+    # groups of warps wants 128 rows, or each does half of it
+    ("sm80", "dkdv", 2, 128): (Config(32, 64, 8, 2), FITS),
+    ("sm86", "dkdv", 2, 128): (Config(32, 64, 8, 2), FITS),
     ("sm90", "forward", 2, 64): (Config(128, 64, 8, 3), FITS),
     ("sm90", "forward", 2, 128): (Config(128, 64, 8, 2), FITS),
     ("sm90", "dkdv", 2, 64): (Config(32, 64, 4, 3), FITS),
