@@ -30,9 +30,8 @@ ROWS, CELLS = PROFILES / "h100.jsonl", PROFILES / "h200.jsonl"
 HIDDEN = 2048
 SEQLEN, TOKENS = 4096, 16384
 K1_SEQLEN, K1_TOKENS = 2048, 4096  # its S takes 0.5 GB, ten times the L2 cache
-KERNELS = {"k1": ("compute_S", "compute_P", "compute_O")} | dict.fromkeys(
-    ("b1", "b2", "b3"), ("prepare", "kernel")
-)  # of a rung with several
+# Of a rung that launches several:
+KERNELS = {"k1": ("compute_S", "compute_P", "compute_O"), **dict.fromkeys(("b1", "b2", "b3"), ("prepare", "kernel"))}
 
 # Kept as one number each: name in the row -> candidates, the first that Nsight Compute knows.
 NUMBERS = {
