@@ -19,7 +19,8 @@ SIZES = {"batch": 2, "seqlen_q": 45, "seqlen_k": 70, "heads_q": 4, "heads_k": 2}
 CASES = [
     Case(**SIZES, head_dim=64, mask=Causal(), dtype="bf16"),
     Case(**SIZES, head_dim=72, head_dim_v=40, mask=SlidingWindow(20, 4), dtype="fp16", lse_grad=True),
-    Case(**SIZES, head_dim=64, mask=Documents([0, 3, 45], [0, 20, 70], inner=Causal()), dtype="bf16", sink=True),
+    # lengths that no other test has: what is found for them here, by kernels that do not run, is kept for all equal masks
+    Case(**SIZES, head_dim=64, mask=Documents([0, 4, 45], [0, 21, 70], inner=Causal()), dtype="bf16", sink=True),
     Case(**SIZES, head_dim=288, mask=ChunkedCausal(11), dtype="bf16", softcap=3.0, alibi="h"),
     Case(**SIZES, head_dim=64, mask=Full(), dtype="fp32", bias="hq", dropout=0.2),
 ]

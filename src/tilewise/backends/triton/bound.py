@@ -385,7 +385,7 @@ class Bound:
 
 def once(config: configs.Config) -> configs.Config:
     """The tiles of a pass for what it does CAREFUL: seldom, so that nothing has to be loaded ahead."""
-    return config._replace(stages=1)
+    return config._replace(stages=1, registers=0)
 
 
 def _flags(call: Call) -> dict[str, object]:

@@ -11,6 +11,7 @@ from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.kernels import backward
 from tilewise.backends.triton.kernels import bias as bias_kernels
 from tilewise.backends.triton.launch import on
+from tilewise.backends.triton.tape import scratch
 from tilewise.errors import check_memory
 from tilewise.problem import gradient_like
 
@@ -55,6 +56,7 @@ class Gradients:
         bound, call, (bias, slopes, sink, rng, *packed) = self.bound, self.bound.like, extras
         sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "sink": sink}
         sizes |= {name: given[name] for name in ("lse", "delta")}
+        sizes["lse2"] = given["lse"] if bound.flags["MODIFIED"] else scratch(given["lse"].shape, torch.float32, bound.device)
         pairs, inputs = bound.batch * bound.heads, {name: given[name] for name in ("q", "k", "v", "d_o")}
         m_tiles = -(-call.seqlen_q // ROWS)
         if pairs * m_tiles:

@@ -20,6 +20,8 @@ NARROW = 4  # descending heads under a window, the last ones; twice as many at h
 CACHE = 8 << 20  # bytes: grouped heads descend where the blocks of one key head read more than this
 WINDOW_CACHE = 4 << 20  # bytes: likewise under a window, where such heads have thread blocks of their own
 SHARING = 8  # grouped descending heads that take turns, so that chains of waiting blocks are short
+LONG = 48 << 20  # bytes: heads without a group descend where one reads more than this. H200, 2026-11-30: lab/rows/backward-long-h200.jsonl
+FAR = 4  # of such heads take turns
 ABREAST = 8  # ascending heads that take turns, at most
 ASCENDING = 16 << 20  # bytes that the ascending heads which take turns may read in all
 FEW = 4  # this many heads above head_dim 64 may read twice ASCENDING
@@ -245,10 +247,11 @@ def _read(config: Config, group: int, seqlen_q: int) -> int:
 
 def _causal(config: Config, heads: int, group: int, seqlen_q: int, n_blocks: int, num_sms: int) -> tuple[int, int]:
     """(ascending, together). The ascending blocks that run at a time cover as many queries as keys, whatever the length, of each head of the group;
-    that much of Q, dO and dQ must fit into the L2 cache.
+    that much of Q, dO and dQ must fit into the L2 cache. Of descending ones each follows a tile behind the one before it, and finds there what that read.
     """
-    if group > 1 and _read(config, group, seqlen_q) >= CACHE:
-        return 0, _evenly(heads, SHARING)
+    most, together = (CACHE, SHARING) if group > 1 else (LONG, FAR)
+    if _read(config, group, seqlen_q) >= most:
+        return 0, _evenly(heads, together)
     heads_interleaved = min(heads, _descending(config, n_blocks, num_sms))
     return heads - heads_interleaved, heads_interleaved
 

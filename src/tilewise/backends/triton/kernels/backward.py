@@ -16,10 +16,11 @@ from tilewise.backends.triton.kernels.visible import by_table, existing, interva
 
 @triton.jit
 def prepare(
-    o, d_o, d_lse, lse, sink, delta, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
-    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr,
+    o, d_o, d_lse, lse, sink, delta, lse2, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
+    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr, MODIFIED: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Of a row that is all its SINK's, dO counts for nothing, NaN or not.
+    lse2, likewise, unless scores are MODIFIED: LSE in base 2, and infinity for a row that sees nothing, as `probability` takes it.
     Grid: m_tiles * batch * heads.
     """
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
@@ -40,23 +41,35 @@ def prepare(
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)
+    if not MODIFIED:
+        natural = tl.load(lse + at, mask=rows < seqlen_q, other=0.0)
+        tl.store(lse2 + at, tl.where(natural == float("-inf"), float("inf"), natural * LOG2E), mask=rows < seqlen_q)
 
 
 @triton.jit
-def probability(x, lse, scale, MODIFIED: tl.constexpr):
+def probability(x, lse, scale, MODIFIED: tl.constexpr, BASE_2: tl.constexpr):
     """exp(score - LSE) of q.k, or of a MODIFIED score, at most 1, as an LSE may be rounded down by much; rows that see nothing have an LSE of -inf,
-    and probabilities of 0.
+    and probabilities of 0. BASE_2: lse is `prepare`'s lse2.
     """
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    y = (x - lse) * LOG2E if MODIFIED else x * (scale * LOG2E) - lse * LOG2E
+    if not BASE_2:
+        lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    y = (x - lse) * LOG2E if MODIFIED else x * (scale * LOG2E) - (lse if BASE_2 else lse * LOG2E)
     return tl.math.exp2(tl.minimum(y, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def lse_of(lse, lse2, at, rows, seqlen_q, MASKED: tl.constexpr, BASE_2: tl.constexpr):
+    """LSE of rows, whose numbers begin `at`, as `probability` takes it; MASKED: some may be beyond the last, and see nothing."""
+    if BASE_2:
+        return tl.load(lse2 + at, mask=rows < seqlen_q, other=float("inf")) if MASKED else tl.load(lse2 + at)
+    return tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")) if MASKED else tl.load(lse + at)
 
 
 @triton.jit
 def d_scores(
     x, d_p, lse, delta, sees, rows, keys, scale, softcap, slope, diagonal, b_tile, pair, draw, keep_scale,
     MASKED: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CAPPED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CAPPED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """dS of a tile (queries, keys) from the products q.k and dO.v, with BIAS and its tile of the bias: P (dP - delta), 0 where hidden. CAPPED: before
     the softcap, without scale.
@@ -68,7 +81,7 @@ def d_scores(
             x += b_tile.to(tl.float32)
         if ALIBI:
             x -= slope * distance(rows[:, None], keys[None, :], diagonal)
-    p = probability(x, lse[:, None], scale, MODIFIED)
+    p = probability(x, lse[:, None], scale, MODIFIED, BASE_2)
     if DROPOUT:
         blocks = tl.min(keys, 0) // 4 + tl.arange(0, TILE_N // 4)
         keep = kept(rows, blocks, pair, draw, TILE_M, TILE_N // 4)
@@ -116,7 +129,7 @@ def _visit_keys(
             sees = sees & (lse != float("-inf"))[:, None]
         d_s = d_scores(
             x, d_p, lse, delta, sees, rows, keys, scale, softcap, slope, diagonal, b_tile, pair, draw, keep_scale,
-            MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True,
+            MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True, not (MODIFIED or CAREFUL),
         )  # fmt: skip
         if CAREFUL:
             acc, k_tile = set_apart(acc, d_s, sees, k_tile, EMULATED)
@@ -131,8 +144,8 @@ def _visit_keys(
 
 @triton.jit
 def dq(
-    q, k, v, d_o, d_q, lse, delta, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head, d_o_row,
-    d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
+    q, k, v, d_o, d_q, lse, delta, lse2, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
     bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
@@ -163,7 +176,7 @@ def dq(
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
     at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    lse_rows = lse_of(lse, lse2, at, rows, seqlen_q, True, not (MODIFIED or CAREFUL))
     delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
     if CAREFUL:  # not `d_q +=`, as in forward.py
         found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
@@ -229,7 +242,7 @@ def dq(
 
 @triton.jit
 def _visit_queries(
-    d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
+    d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
     ref, bands, bitmaps, first, count, left, skip, heads_here, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row,
     bias_column, pair, draw, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
@@ -251,21 +264,19 @@ def _visit_queries(
         if BIAS:
             of_head = bias + head.to(tl.int64) * bias_head
             b_tile = bias_of(of_head, queries[None, :], rows[:, None], seqlen_q, seqlen_k, bias_row, bias_column)
-        if MASKED:
-            lse_columns = tl.load(lse + at, mask=queries < seqlen_q, other=float("-inf"))
-            delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0)
-        else:
-            lse_columns, delta_columns = tl.load(lse + at), tl.load(delta + at)
+        lse_columns = lse_of(lse, lse2, at, queries, seqlen_q, MASKED, not (MODIFIED or CAREFUL))
+        delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0) if MASKED else tl.load(delta + at)
         q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
         d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
-        d_p = dot(v, tl.trans(d_o_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
+        d_o_tile_b = d_o_tile
+        if V_DIM_B:
+            d_o_tile_b = load_rows(d_o_at + V_DIM, columns, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+        if not BIAS:
+            d_p = _of_values(v, v_b, d_o_tile, d_o_tile_b, TILE_N, TILE_M, V_DIM_B, BF16_PARTS, EMULATED)
         if DIM_B:
             q_tile_b = load_rows(q_at + DIM, columns, q_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
             x = dot(k_b, tl.trans(q_tile_b), x, BF16_PARTS, EMULATED)
-        if V_DIM_B:
-            d_o_tile_b = load_rows(d_o_at + V_DIM, columns, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
-            d_p = dot(v_b, tl.trans(d_o_tile_b), d_p, BF16_PARTS, EMULATED)
         bend = 1.0
         if MODIFIED:
             x, bend = modify(x, scale, softcap, SOFTCAP)
@@ -276,7 +287,7 @@ def _visit_queries(
                 if DIAGONALS:
                     diagonal = tl.load(diagonals + queries, mask=queries < seqlen_q, other=0)[None, :]
                 x -= tl.load(slopes + head) * distance(queries[None, :], rows[:, None], diagonal)
-        p = probability(x, lse_columns[None, :], scale, MODIFIED)
+        p = probability(x, lse_columns[None, :], scale, MODIFIED, not (MODIFIED or CAREFUL))
         if MASKED:
             if MASK == "tiles":
                 sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N, TILE_M)
@@ -290,7 +301,6 @@ def _visit_queries(
             blocks = tl.min(rows, 0) // 4 + tl.arange(0, TILE_N // 4)
             keep = tl.trans(kept(queries, blocks, pair + head, draw, TILE_M, TILE_N // 4))
             dropped = p * tl.where(keep, 1.0, 0.0)
-            d_p = d_p * tl.where(keep, keep_scale, 0.0)
         if CAREFUL:
             d_v, d_o_tile = set_apart(d_v, dropped, sees, d_o_tile, EMULATED)
             if V_DIM_B:
@@ -299,6 +309,10 @@ def _visit_queries(
         d_v = dot(dropped, d_o_tile, d_v, BF16_PARTS, EMULATED)
         if V_DIM_B:
             d_v_b = dot(dropped, d_o_tile_b, d_v_b, BF16_PARTS, EMULATED)
+        if BIAS:  # whose tile takes the registers that its products would meanwhile
+            d_p = _of_values(v, v_b, d_o_tile, d_o_tile_b, TILE_N, TILE_M, V_DIM_B, BF16_PARTS, EMULATED)
+        if DROPOUT:
+            d_p = d_p * tl.where(keep, keep_scale, 0.0)
         d_s = p * (d_p - delta_columns[None, :])
         if SOFTCAP:
             d_s *= bend
@@ -318,8 +332,17 @@ def _visit_queries(
 
 
 @triton.jit
+def _of_values(
+    v, v_b, d_o, d_o_b, TILE_N: tl.constexpr, TILE_M: tl.constexpr, V_DIM_B: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr
+):
+    """V dO^T of a tile (keys, queries)."""
+    found = dot(v, tl.trans(d_o), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
+    return dot(v_b, tl.trans(d_o_b), found, BF16_PARTS, EMULATED) if V_DIM_B else found
+
+
+@triton.jit
 def dkdv(
-    q, k, v, d_o, d_k, d_v, lse, delta, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    q, k, v, d_o, d_k, d_v, lse, delta, lse2, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
     d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
@@ -381,7 +404,7 @@ def dkdv(
                 first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
                 d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
                     d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q + tl.cast(head, tl.int64) * q_head,
-                    d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
+                    d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, lse2, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
                     rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes,
                     diagonals, shift,
                     bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
@@ -393,7 +416,7 @@ def dkdv(
         if CAREFUL:
             free, stop = last, last
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
-            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
+            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
             stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
             True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
@@ -401,7 +424,7 @@ def dkdv(
         )  # fmt: skip
         if not CAREFUL:
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
-                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, q_head, q_row, d_o_head,
+                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head,
                 d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
                 slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
                 False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,

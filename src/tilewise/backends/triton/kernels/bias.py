@@ -88,7 +88,7 @@ def dbias(
                     exist = sees & (rows[:, None] < seqlen_q)
                     acc += d_scores(
                         x, d_p, lse_rows, delta_rows, exist, rows, keys, scale, softcap, slope, diagonal, b_tile, tl.cast(pair, tl.int32), draw,
-                        keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, False,
+                        keep_scale, True, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, False, False,
                     )  # fmt: skip
     at = d_bias + (own_batch * own_heads + own_head).to(tl.int64) * seqlen_k * (seqlen_q if EACH_ROW else 1)
     if EACH_ROW:
