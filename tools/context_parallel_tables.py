@@ -20,8 +20,13 @@ ROWS, PAGE = ROOT / "benchmarks/results/distributed", ROOT / "docs/context-paral
 SCHEMES = "tilewise", "stages", "contiguous", "zigzag", "ulysses", "all-gather", "ring", "torch:flash", "torch:cudnn"
 
 
+CELL = "world", "check", "scheme", "mask", "seqlen", "heads", "head_dim", "dtype", "direction", "decode", "interleave"
+
+
 def load() -> list[dict]:
-    return [json.loads(line) for path in sorted(ROWS.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The newest row of each cell."""
+    rows = [json.loads(line) for path in sorted(ROWS.glob("*.jsonl")) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({tuple(str(row.get(name)) for name in CELL): row for row in rows}.values())
 
 
 def markdown(head: list[str], body: list[list[str]]) -> list[str]:
@@ -30,7 +35,9 @@ def markdown(head: list[str], body: list[list[str]]) -> list[str]:
 
 def stamp(rows: list[dict]) -> str:
     where, world = rows[-1]["environment"], max(row["world"] for row in rows)
-    return f"{world} x {where['device']}, torch {where['torch']}, CUDA {where['cuda']}, commit {where['commit']}, {where['date'][:10]}."
+    runs = sorted({(row["environment"]["date"][:10], row["environment"]["commit"]) for row in rows})
+    said = "; ".join(f"commit {commit}, {date}" for date, commit in runs)
+    return f"{world} x {where['device']}, torch {where['torch']}, CUDA {where['cuda']}; {said}."
 
 
 def times(rows: list[dict]) -> list[str]:
