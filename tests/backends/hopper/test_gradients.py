@@ -265,7 +265,7 @@ def test_the_sink_without_keys_has_the_whole_gradient_of_the_log_sum_exp(monkeyp
         ("causal", 128, 1, 4096, 8),
         ("causal", 64, 1, 8192, 4),
         ("causal", 32, 1, 16384, 2),
-        ("causal", 32, 1, 1 << 20, 1),
+        ("causal", 32, 1, 1 << 16, 1),
         ("causal", 128, 4, 1024, 1),
         ("varlen", 12, 1, 4096, 6),
         ("varlen", 7, 1, 4096, 7),
@@ -278,6 +278,22 @@ def test_ascending_heads_take_turns_as_far_as_the_cache_holds_them(mask_kind, he
     _, ascending, found, heads_interleaved, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
     assert (found, ascending % found, ascending + heads_interleaved) == (heads_per_step, 0, heads)
     assert mask_kind != "varlen" or heads % found == 0
+
+
+@pytest.mark.parametrize(
+    ("mask_kind", "heads", "group", "seqlen", "expected"),
+    [
+        ("causal", 16, 1, 1 << 17, (0, 4)),
+        ("causal", 6, 1, 1 << 17, (0, 6)),
+        ("causal", 16, 1, 1 << 15, (14, 2)),
+        ("varlen", 8, 4, 1 << 17, (plan.NONE_ASCENDS, 8)),
+        ("varlen", 21, 2, 4096, (plan.NONE_ASCENDS, 11)),
+    ],
+)
+def test_heads_descend_where_the_cache_does_not_hold_one_or_a_group_shares_keys(mask_kind, heads, group, seqlen, expected):
+    config = backward_config.configure(torch.bfloat16, 128, 128, mask_kind, seqlen)
+    _, ascending, _, heads_interleaved, *_ = plan._order(config, 1, seqlen, heads * group, seqlen, heads, H200, False)
+    assert (ascending, heads_interleaved) == expected
 
 
 def test_dQ_by_a_kernel_of_its_own_knows_no_turns():

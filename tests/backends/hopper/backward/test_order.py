@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tilewise.backends.hopper.backward.plan import NONE_ASCENDS
 from tilewise.backends.hopper.operands import Packed
 from tilewise.backends.tables import documents
 from tilewise.backends.tables.band import NOTHING, band_of
@@ -72,7 +73,9 @@ class Problem:
         mask_kind = {"full": "full", "band": "band"}.get(mask.kind, "varlen")
         if isinstance(mask, Causal):
             mask_kind = "causal"
-        if mask_kind == "varlen" and (heads % heads_per_step or min(ascending, heads) % heads_per_step):
+        if mask_kind != "varlen":
+            ascending = max(ascending, 0)
+        elif ascending == NONE_ASCENDS or heads % heads_per_step or min(ascending, heads) % heads_per_step:
             heads_per_step = 1
         by_keys = heads_per_step > 1 or heads % 2 == 1
         self.config = SimpleNamespace(
@@ -93,7 +96,7 @@ class Problem:
             heads_per_step,
             heads_interleaved * n_blocks,
             heads_interleaved,
-            max((heads - ascending) % heads_interleaved, 1),
+            max((heads - max(ascending, 0)) % heads_interleaved, 1),
             heads,
             shares,
             heads_k,
@@ -168,7 +171,7 @@ def draw(order, kernels, most_shares=4) -> Problem:
     mask = random.choice(masks)
     if random.random() < 0.4:
         mask = packed(*lengths, mask)
-    machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(0, 5), random.randint(1, 5)
+    machine = random.choice((1, 2, 3, 5, 7, 132)), random.randint(NONE_ASCENDS, 5), random.randint(1, 5)
     shares, heads = random.randint(1, most_shares), random.randint(1, 7)
     heads_k = random.choice([0, *(n for n in range(1, heads) if heads % n == 0)])
     return Problem(order, kernels, mask, *lengths, *tiles, heads, *machine, shares, random.choice((1, 2, 3)), heads_k)

@@ -44,7 +44,7 @@ def order_of(turns: Turns, n_blocks: Int32, Q: cute.Tensor, K: cute.Tensor, conf
     """On the host."""
     heads, batch = heads_of(Q, K, config), K.shape[0]
     num_sms, ascending, heads_per_step, heads_interleaved, _, finish_lag, shared_from, shares = turns
-    last = (heads * batch - ascending) % heads_interleaved
+    last = (heads * batch - max(ascending, 0)) % heads_interleaved
     divisors = heads_per_step * n_blocks, heads_per_step, heads_interleaved * n_blocks, heads_interleaved, max(last, 1), heads
     made = [
         cute.fast_divmod_create_divisor_v2(x) for x in (*divisors, shares, *([K.shape[2]] if const_expr(config.block_per_q_head) else []))
@@ -54,8 +54,8 @@ def order_of(turns: Turns, n_blocks: Int32, Q: cute.Tensor, K: cute.Tensor, conf
 
 @cute.jit
 def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Config]) -> Order:
-    """The order for packed documents; the GPU alone may know their lengths. All heads ascend, unless one walk is so long that the launch would
-    wait for it at the end.
+    """The order for packed documents; the GPU alone may know their lengths. All heads ascend, unless none is to (plan.NONE_ASCENDS), or one walk is
+    so long that the launch would wait for it at the end.
 
     The blocks of a descending document begin side by side at its end and wait for each other in a chain, one document after another.
     """
@@ -63,9 +63,10 @@ def settled_order(order: Order, band: Band, heads: Int32, config: Constexpr[Conf
         return order
     last = band.tables.walks.shape[0] - 1
     longest, total = band.tables.walks[last, 0], band.tables.walks[last, 1]
-    num_sms, _, *others = order
-    ascending = heads if Float32(longest) * SHARE * num_sms <= Float32(total) * heads else order.ascending
-    return Order(num_sms, ascending, *others)
+    num_sms, ascending, *others = order
+    if ascending >= 0 and Float32(longest) * SHARE * num_sms <= Float32(total) * heads:
+        ascending = heads
+    return Order(num_sms, max(ascending, 0), *others)
 
 
 class Block(NamedTuple):
