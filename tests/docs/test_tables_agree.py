@@ -33,6 +33,7 @@ SESSIONS = {  # (device, case): the most that its values are apart, and the sess
             "b1 s16384 h16 d128 Causal()",
             "b1 s16384 h16 d128 Full()",
             "b1 s16384 h32 d64 Full()",
+            "b1 s16384 h32 d64 Causal()",
             "b2 s8192 h16 d128 Full()",
             "b2 s8192 h32 d64 Full()",
         )
@@ -289,15 +290,15 @@ TWICE = (
 @pytest.mark.parametrize("kind", TWICE)
 def test_a_changed_cell_that_stands_twice_is_found(kind):
     texts = pages()
-    page, table = next((page, table) for page, text in texts.items() for table in tables(text) if table.kind == kind)
     before = len(disagreements(texts))
-    for row in table.rows[:10]:
-        for number in [re.search(r"[\d.,]+", cell)[0] for *_, cell in READERS[kind](table, row) if split(cell, "tilewise")]:
-            place = next(place for place, cell in enumerate(row) if place > 0 and number in cell)
-            changed = [*row[:place], row[place].replace(number, f"9{number}", 1), *row[place + 1 :]]
-            text = texts[page].replace(f"| {' | '.join(row)} |", f"| {' | '.join(changed)} |", 1)
-            if len(disagreements(texts | {page: text})) > before:
-                return
+    for page, table in [(page, table) for page, text in texts.items() for table in tables(text) if table.kind == kind]:
+        for row in table.rows[:10]:
+            for number in [re.search(r"[\d.,]+", cell)[0] for *_, cell in READERS[kind](table, row) if split(cell, "tilewise")]:
+                place = next(place for place, cell in enumerate(row) if place > 0 and number in cell)
+                changed = [*row[:place], row[place].replace(number, f"9{number}", 1), *row[place + 1 :]]
+                text = texts[page].replace(f"| {' | '.join(row)} |", f"| {' | '.join(changed)} |", 1)
+                if len(disagreements(texts | {page: text})) > before:
+                    return
     raise AssertionError(kind)
 
 

@@ -377,6 +377,7 @@ class Bound:
             constants |= dict(zip(names, configs.parts(dim, halves=bool(constants["CAREFUL"])), strict=True))
         if self.quantiser is not None:
             constants |= self.quantiser.parts
+        config = config if aligned else config._replace(registers=0)  # addresses of single elements take more
         narrow = self.like.q.dtype.itemsize < 4
         constants |= {"BF16_PARTS": not narrow and self.target.nvidia, "EMULATED": interpreted()}
         given = tuple((name, constants[name]) for name in function.arg_names if name in constants)

@@ -161,7 +161,7 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     },
     ("forward", 1, 256): {"sm80 sm86 sm90 sm100 sm120": (64, 32, 8, 2), "cdna gfx950": (64, 32, 4, 1), "rdna": (32, 32, 8, 1)},
     ("forward", 1, 512): {"sm80 sm86 sm90 sm100 sm120": (32, 32, 8, 2), "cdna gfx950": (32, 32, 4, 1), "rdna": (16, 16, 8, 1)},
-    ("dkdv", 2, 64): {"sm80 sm86 sm100 sm120": (64, 128, 8, 2), "cdna gfx950": (64, 128, 4, 1), "rdna": (16, 32, 8, 1)},
+    ("dkdv", 2, 64): {"sm80 sm86 sm100 sm120": (64, 128, 8, 2), "cdna": (32, 128, 4, 1), "gfx950": (64, 128, 4, 1), "rdna": (16, 32, 8, 1)},
     ("dkdv", 2, 128): {
         "sm80 sm86": (32, 128, 8, 2),
         "sm100": (64, 128, 8, 2),
@@ -321,8 +321,8 @@ def config_of(
     key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
     if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
         return of_mask[0]
-    if weight == "pairs" and (of_pairs := OF_PAIRS.get(key)):
-        return of_pairs[0]
+    if of_weight := OF_WEIGHTS.get((*key, weight)):
+        return of_weight[0]
     config, _ = TABLE[key]
     return lighter(config, purpose, target.family, weight) if target.nvidia else config
 
@@ -334,17 +334,18 @@ def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mas
     return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight, mask)
 
 
-OF_PAIRS: dict[tuple[str, str, int, int], tuple[Config, str]] = {
-    # as in TABLE, for calls that load a bias or draw random bits for each pair, where MOST of it would be too little: on Hopper a product of two
-    # groups of warps wants 128 rows, or each does half of it
-    ("sm80", "dkdv", 2, 128): (Config(32, 64, 8, 2), FITS),
-    ("sm86", "dkdv", 2, 128): (Config(32, 64, 8, 2), FITS),
-    ("sm90", "forward", 2, 64): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "forward", 2, 128): (Config(64, 64, 4, 2), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 64): (Config(64, 64, 4, 2), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128): (Config(32, 128, 8, 4), TIMED_AGAIN),
-    ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "dq", 2, 128): (Config(64, 64, 4, 2), TIMED_AGAIN),
+OF_WEIGHTS: dict[tuple[str, str, int, int, Weight], tuple[Config, str]] = {
+    # as in TABLE, with what a call does to scores: in place of its row, cut down to MOST
+    ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 3), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 128, "scores"): (Config(32, 64, 4, 4), TIMED_AGAIN),
+    ("sm80", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
+    ("sm86", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
+    ("sm90", "forward", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
+    ("sm90", "forward", 2, 128, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 64, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 128, "pairs"): (Config(32, 128, 8, 4), TIMED_AGAIN),
+    ("sm90", "dq", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
+    ("sm90", "dq", 2, 128, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
 }
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold
     "scores": {"forward": (128, 64)},

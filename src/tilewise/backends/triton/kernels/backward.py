@@ -59,7 +59,7 @@ def probability(x, lse, scale, MODIFIED: tl.constexpr, BASE_2: tl.constexpr):
 
 @triton.jit
 def lse_of(lse, lse2, at, rows, seqlen_q, MASKED: tl.constexpr, BASE_2: tl.constexpr):
-    """LSE of rows, whose numbers begin `at`, as `probability` takes it; MASKED: some may be beyond the last, and see nothing."""
+    """LSE of the rows that lie `at` these places, as `probability` takes it; MASKED: some may be beyond the last, and see nothing."""
     if BASE_2:
         return tl.load(lse2 + at, mask=rows < seqlen_q, other=float("inf")) if MASKED else tl.load(lse2 + at)
     return tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")) if MASKED else tl.load(lse + at)
