@@ -5,11 +5,12 @@ import re
 
 import pytest
 
-from tilewise.ladder import RUNGS
+from tilewise.ladder import BACKWARD_RUNGS, RUNGS
 from tilewise.ladder.stamps import possible, source_of, with_stamps
 from tilewise.sm90.phases import Phase
 
 MODULES = sorted({rung.module for rung in RUNGS.values()} - {"k1_naive"})
+OF_GRADIENTS = [rung.module for rung in BACKWARD_RUNGS.values()]
 
 
 def stamps_of(source: str, function: str) -> list[str]:
@@ -37,7 +38,15 @@ def test_both_products_in_flight():
     )
 
 
-@pytest.mark.parametrize("module", MODULES)
+def test_one_step_of_b3():
+    """No stamp stands between the three products of which the first adds to dV."""
+    assert words(with_stamps(source_of("b3_ordered")), "step") == (
+        "WAIT consumer_wait consumer_wait ISSUE fragments.scores fragments.product SCORES wait_group(0) SOFTMAX WAIT OUTPUT fragments.product "
+        "fragments.scores fragments.product wait_group(0) TURN ADD"
+    )
+
+
+@pytest.mark.parametrize("module", [*MODULES, *OF_GRADIENTS])
 def test_without_its_stamps_it_is_the_rung(module):
     found = with_stamps(source_of(module))
     assert found.count("trace.start(events)") == 1 and "trace.stop(stamps)" in found
@@ -55,6 +64,13 @@ def test_every_rung_has_the_phases_of_its_work(module):
     found = {name for name in Phase.__members__ if f"Phase.{name})" in with_stamps(source_of(module))}
     assert found >= {"LOAD", "WAIT", "SCORES", "SOFTMAX", "OUTPUT", "STORE"}
     assert ("TURN" in found) == (module >= "k6") and ("ISSUE" in found) == (module >= "k6_p")
+
+
+@pytest.mark.parametrize("module", OF_GRADIENTS)
+def test_every_rung_of_gradients_has_the_phases_of_its_work(module):
+    found = {name for name in Phase.__members__ if f"Phase.{name})" in with_stamps(source_of(module))}
+    assert found >= {"EMPTY", "LOAD", "WAIT", "ISSUE", "SCORES", "SOFTMAX", "OUTPUT", "ADD", "STORE"}
+    assert ("TURN" in found) == (module == "b3_ordered")
 
 
 def test_k1_has_no_phases():

@@ -12,14 +12,17 @@ from pathlib import Path
 import torch
 
 from tilewise.errors import UnsupportedError
-from tilewise.ladder import ALIASES, RUNGS, VARIANTS
+from tilewise.ladder import ALIASES, BACKWARD_RUNGS, RUNGS, VARIANTS
+from tilewise.ladder.backward_rung import FORWARD
 from tilewise.ladder.tracing import Trace
 from tilewise.ladder.tracing_picture import draw
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tilewise.cli.tracing", description="Trace rungs of the ladder on a Hopper GPU.")
-    parser.add_argument("names", nargs="+", help="rungs or variants (k2 .. k8), 'all', or .npz files of earlier traces to draw again")
+    parser.add_argument(
+        "names", nargs="+", help="rungs or variants (k2 .. k8, b1 .. b3), 'all', or .npz files of earlier traces to draw again"
+    )
     parser.add_argument("--seqlen", type=int, default=4096)
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128))
     parser.add_argument("--causal", action="store_true")
@@ -38,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _traces(arguments: argparse.Namespace):
-    known = {**RUNGS, **VARIANTS}
+    forward = {**RUNGS, **VARIANTS}
+    known = [*forward, *BACKWARD_RUNGS]
     asked: list[str] = arguments.names
     names = [name for name in known if name != "k1"] if asked == ["all"] else [ALIASES.get(name, name) for name in asked]
     if unknown := [name for name in names if name not in known and not name.endswith(".npz")]:
@@ -48,11 +52,15 @@ def _traces(arguments: argparse.Namespace):
         if name.endswith(".npz"):
             yield Trace.load(name)
             continue
-        known[name].require(torch.bfloat16, arguments.head_dim, "cuda")
+        forward.get(name, FORWARD).require(torch.bfloat16, arguments.head_dim, "cuda")
         generator = torch.Generator("cuda").manual_seed(0)
         shape = heads, arguments.seqlen, arguments.head_dim
-        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
-        yield known[name].trace(q, k, v, arguments.causal)
+        q, k, v, d_o = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4))
+        if (backward := BACKWARD_RUNGS.get(name)) is not None:
+            o, lse = backward.attend(q, k, v, arguments.causal, arguments.head_dim**-0.5)
+            yield backward.trace(q, k, v, o, lse, d_o, arguments.causal)
+        else:
+            yield forward[name].trace(q, k, v, arguments.causal)
 
 
 if __name__ == "__main__":

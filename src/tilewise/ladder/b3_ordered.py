@@ -285,21 +285,26 @@ def step(tile: Tile, pipes: Pipes, state: pipeline.PipelineState, m_block: Int32
     warpgroup.wait_group(0)
     pipes.q.consumer_release(state)
     pipes.do.consumer_release(state)
-    add_in_turn(tile, acc_dQ, m_block, config)
+    take_turn(tile, m_block, config)
+    gradients.add_rows(tile.sum_dQ, acc_dQ, tile.tQcQ, m0)
+    pass_turn(tile, m_block)
     state.advance()
     return state
 
 
 @cute.jit
-def add_in_turn(tile: Tile, acc_dQ: cute.Tensor, m_block: Int32, config: Constexpr[Config]):
-    """This consumer's part of a tile of dQ, when the blocks before this one have added theirs."""
-    first = arch.thread_idx()[0] % THREADS == 0
-    if first:
+def take_turn(tile: Tile, m_block: Int32, config: Constexpr[Config]):
+    """Until the blocks before this one have added this consumer's part of a tile of dQ."""
+    if arch.thread_idx()[0] % THREADS == 0:
         gradients.wait_until(tile.turns, m_block, turn_of(tile, m_block, config))
     arch.barrier(barrier_id=TURN + tile.consumer, number_of_threads=THREADS)
-    gradients.add_rows(tile.sum_dQ, acc_dQ, tile.tQcQ, m_block * config.tile_m)
+
+
+@cute.jit
+def pass_turn(tile: Tile, m_block: Int32):
+    """To the next block, when all of the consumer's threads have added."""
     arch.barrier(barrier_id=TURN + tile.consumer, number_of_threads=THREADS)
-    if first:
+    if arch.thread_idx()[0] % THREADS == 0:
         gradients.give_turn(tile.turns, m_block)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tilewise.errors import UnsupportedError, check_like, check_size, check_tensor
+from tilewise.ladder import stamps
 from tilewise.ladder.rung import MOST_HEADS, Rung
 from tilewise.masks import Causal
 from tilewise.problem import Call, Gradients, Problem
@@ -52,9 +53,7 @@ class BackwardRung:
             ValueError: scale is not positive and finite.
             UnsupportedError: this rung, or this machine, cannot run it; says what to install or do.
         """
-        _check(q, k, v, o, lse, d_o)
-        if reasons := FORWARD.reasons(q.dtype, q.shape[-1], q.device.type):
-            raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
+        self._require(q, k, v, o, lse, d_o)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite, got {scale}")
@@ -69,16 +68,42 @@ class BackwardRung:
     def configure(self, head_dim: int, causal: bool):
         return self.code.configure(head_dim, causal, **self.choice)
 
-    def compiled(self, head_dim: int, causal: bool, options: str = ""):
-        """The kernels for a Hopper GPU; needs the DSL, but no GPU."""
+    def trace(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, causal: bool = False):
+        """The phases of a few blocks' warps, as tracing.Trace; the arguments and errors of a call."""
+        from tilewise.ladder.tracing import record_gradients
+
+        self._require(q, k, v, o, lse, d_o)
+        return record_gradients(self, q, k, v, o, lse, d_o, causal)[0]
+
+    def _require(self, *tensors: Tensor) -> None:
+        """Raise for tensors that do not fit each other, and where this rung cannot run on such."""
+        _check(*tensors)
+        q = tensors[0]
+        if reasons := FORWARD.reasons(q.dtype, q.shape[-1], q.device.type):
+            raise UnsupportedError(f"{self.name} cannot run this: {'; '.join(reasons)}")
+
+    def compiled(self, head_dim: int, causal: bool, options: str = "", stamped: bool = False):
+        """The kernels for a Hopper GPU, with time stamps if `stamped` (stamps.py); needs the DSL, but no GPU."""
         if missing := jit.why_no_compiler():
             raise UnsupportedError(f"{self.name} cannot be compiled: {'; '.join(missing)}")
-        return jit.compiled(self.code.launch, self.arguments, self.configure(head_dim, causal), options)
+        code, arguments = (stamps.stamped(self.module), self.stamped_arguments) if stamped else (self.code, self.arguments)
+        return jit.compiled(code.launch, arguments, code.configure(head_dim, causal, **self.choice), options)
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, causal: bool, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        d_o: Tensor,
+        causal: bool,
+        scale: float,
+        events: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of checked tensors, in three launches and a fill: zeros for dQ's sum, delta (`gradients.prepare`), the kernel, dQ rounded."""
+        """dQ, dK and dV of checked tensors, in three launches and a fill: zeros for dQ's sum, delta (`gradients.prepare`), the kernel, dQ rounded.
+        With stamps where there is room for them, `events` (tracing.py).
+        """
         heads, seqlen, head_dim = q.shape
         dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
         if q.numel() == 0:
@@ -94,7 +119,9 @@ class BackwardRung:
         sum_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         with torch.cuda.device(q.device):
             tensors = map(jit.aligned, (q, k, v, o, d_o))
-            self.compiled(head_dim, causal)((*tensors, lse.contiguous()), rows, (sum_dq, dk, dv, *turns), scale, scale / math.log(2))
+            kernel = self.compiled(head_dim, causal, stamped=events is not None)
+            results, noted = (sum_dq, dk, dv, *turns), [] if events is None else [events]
+            kernel((*tensors, lse.contiguous()), rows, results, scale, scale / math.log(2), *noted)
         torch.mul(sum_dq, scale, out=dq)
         return dq, dk, dv
 
@@ -103,8 +130,8 @@ class BackwardRung:
         """Whether the blocks of keys add to dQ in one order, so that every run gives the same bits."""
         return getattr(self.code, "ORDERED", False)
 
-    def arguments(self, config) -> list:
-        """Stand-ins for those of `launch`."""
+    def arguments(self, config, code: ModuleType | None = None) -> list:
+        """Stand-ins for those of `launch`; code: of another module than the rung's."""
         from tilewise.ladder.gradients import Given, Rows
         from tilewise.sm90.dsl import BFloat16, Float32, Int32, cute, make_fake_tensor
 
@@ -114,7 +141,11 @@ class BackwardRung:
         dense = cute.sym_int64(divisibility=4), config.head_dim, 1  # a stride that is known takes no register
         sum_dq = make_fake_tensor(Float32, (heads, seqlen, config.head_dim), dense, assumed_align=jit.BYTES)
         turns = [jit.tensor(Int32, heads, m_blocks, config.consumers, aligned=False)] if self.ordered else []
-        return [Given(q, k, v, o, d_o, lse), rows, self.code.Results(sum_dq, dk, dv, *turns), Float32(1.0), Float32(1.0)]
+        return [Given(q, k, v, o, d_o, lse), rows, (code or self.code).Results(sum_dq, dk, dv, *turns), Float32(1.0), Float32(1.0)]
+
+    def stamped_arguments(self, config) -> list:
+        """Of a `launch` with stamps: the events, too."""
+        return [*self.arguments(config, stamps.stamped(self.module)), stamps.stand_in()]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         """O and LSE of checked tensors, by FORWARD."""

@@ -183,15 +183,14 @@ def _stand_ins(recipe: str, scores: bool, stamped: bool, config) -> list:
     """The recipe's operands around o (heads, seqlen, head_dim) bf16, lse (heads, seqlen) fp32 and, where S is stored, S (heads, seqlen, seqlen) fp32;
     with stamps the events last, (blocks * WARPS * SLOTS, 2) int32 (sm90/phases.py).
     """
-    from tilewise.sm90.dsl import BFloat16, Float32, Int32, cute, make_fake_tensor
+    from tilewise.sm90.dsl import BFloat16, Float32
 
     heads, seqlen = jit.size(), jit.size()
     tensors, others = RECIPES[recipe].stand_ins(config, heads, seqlen)
     found = [*tensors, jit.tensor(BFloat16, heads, seqlen, config.head_dim), jit.tensor(Float32, heads, seqlen, aligned=False)]
     if scores:
         found.append(jit.tensor(Float32, heads, seqlen, seqlen, aligned=False))
-    events = [make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)] if stamped else []
-    return [*found, *others, *events]
+    return [*found, *others, *([stamps.stand_in()] if stamped else [])]
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -19,6 +19,7 @@ BEGINS = {  # the function that is called, or a method after its dot
     ".producer_acquire": Phase.EMPTY,
     ".consumer_wait": Phase.WAIT,
     "arch.sync_threads": Phase.WAIT,
+    "arch.barrier": Phase.WAIT,
     "take_turn": Phase.TURN,
     "scores": Phase.SCORES,
     "cuda_cores.scores": Phase.SCORES,
@@ -30,6 +31,8 @@ BEGINS = {  # the function that is called, or a method after its dot
     "fragments.product": Phase.OUTPUT,
     "cuda_cores.store": Phase.STORE,
     "fragments.finish": Phase.STORE,
+    "gradients.add_rows": Phase.ADD,
+    "gradients.store_rows": Phase.STORE,
 }
 MORE = "tilewise.sm90.trace", "tilewise.sm90.phases.Phase"  # what a stamped module imports in addition to its own
 
@@ -54,6 +57,13 @@ def stamped(module: str) -> ModuleType:
     sys.modules[name] = made
     exec(compile(source, file, "exec"), made.__dict__)
     return made
+
+
+def stand_in():
+    """Of the events, for the compiler."""
+    from tilewise.sm90.dsl import Int32, cute, make_fake_tensor
+
+    return make_fake_tensor(Int32, (cute.sym_int(), 2), (2, 1), assumed_align=8)
 
 
 def source_of(module: str) -> str:
@@ -95,8 +105,9 @@ def marked(body: list[ast.stmt]) -> list[ast.stmt]:
     """Statements with stamps between them, none twice for one phase; those of blocks inside as well, except where a compiled-in question is asked.
 
     Where two products are in flight at once, their phase ends when the first is there: that is a phase of its own, and nothing in between is stamped.
+    Neither is it between products that add to sums, until these are there, and others among them.
     """
-    found, now, in_flight = [], None, False
+    found, now, in_flight, adding = [], None, False, False
     for at, statement in enumerate(body):
         if isinstance(statement, ast.For | ast.While | ast.If) and not asks_the_compiler(statement):
             statement.body, now = marked(statement.body), None
@@ -107,7 +118,12 @@ def marked(body: list[ast.stmt]) -> list[ast.stmt]:
         phases = [phase for call in calls_in(statement) if (phase := phase_of(call))]
         waits = [call for call in calls_in(statement) if called(call) == "warpgroup.wait_group"]
         issues = any(called(call) == "fragments.scores" for call in calls_in(statement))
-        if issues and Phase.OUTPUT in until_the_wait(body[at + 1 :]):
+        if adding:
+            adding = not waits
+        elif phases and phases[0] == Phase.OUTPUT and Phase.SCORES in until_the_wait(body[at + 1 :]):
+            found += mark(now := Phase.OUTPUT)
+            adding = True
+        elif issues and Phase.OUTPUT in until_the_wait(body[at + 1 :]):
             found += mark(Phase.ISSUE)
             in_flight = True
         elif in_flight and waits:

@@ -6,6 +6,7 @@ All blocks are stamped, so that all pay the same for it; kept are the first that
 import gzip
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -34,6 +35,13 @@ WORDS = {
     Phase.SOFTMAX: "softmax",
     Phase.OUTPUT: "O += P V",
     Phase.STORE: "stores O",
+}
+OF_GRADIENTS = WORDS | {
+    Phase.SCORES: "S and dP",
+    Phase.SOFTMAX: "P and dS",
+    Phase.OUTPUT: "dV, dQ and dK",
+    Phase.ADD: "adds dQ",
+    Phase.STORE: "stores dV and dK",
 }
 
 
@@ -67,7 +75,7 @@ class Case:
 class Trace:
     """The events of a few blocks that ran on one multiprocessor, in the order of their beginning.
 
-    blocks: (n,) their places in the grid, block of queries first; events: (n, WARPS, SLOTS, 2) int32 (sm90/phases.py).
+    blocks: (n,) their places in the grid, block of queries first, or backward of keys; events: (n, WARPS, SLOTS, 2) int32 (sm90/phases.py).
     """
 
     case: Case
@@ -82,6 +90,11 @@ class Trace:
             for start, end, phase in zip(clocks, clocks[1:], phases, strict=False):
                 found.append(Span(block, warp, Phase(phase), int(start), int(end)))
         return found
+
+    @cached_property
+    def words(self) -> dict[Phase, str]:
+        """What phases are called: those of a backward pass are other ones."""
+        return OF_GRADIENTS if (self.events[..., 1] == Phase.ADD).any() else WORDS
 
     @cached_property
     def ghz(self) -> float:
@@ -142,7 +155,7 @@ class Trace:
             rows.append({"ph": "M", "name": "thread_sort_index", "pid": block, "tid": warp, "args": {"sort_index": warp}})
         for span in self.spans:
             times = {"ts": round(self.us(span.start), 4), "dur": round(self.us(span.end - span.start), 4)}
-            event = {"ph": "X", "name": WORDS[span.phase], "cat": span.phase.name.lower(), "pid": span.block, "tid": span.warp}
+            event = {"ph": "X", "name": self.words[span.phase], "cat": span.phase.name.lower(), "pid": span.block, "tid": span.warp}
             rows.append({**event, **times, "args": {"clocks": span.end - span.start}})
         return {"traceEvents": rows, "displayTimeUnit": "ns", "otherData": {**asdict(self.case), "ghz": round(self.ghz, 4)}}
 
@@ -151,7 +164,7 @@ class Trace:
 
     def _warps(self):
         """(block, warp, clocks since the first, phases) of each warp that noted any."""
-        stamps = (self.events[..., 1] >= Phase.START) & (self.events[..., 1] <= Phase.END)
+        stamps = self.events[..., 1] >= Phase.START
         first = self.events[stamps][:1, 0]
         begin = min((int(_since(clock, first)[0]) for clock in self.events[self.events[..., 1] == Phase.START][:, :1]), default=0)
         for block, warp in np.argwhere(stamps.any(axis=2)):
@@ -175,27 +188,44 @@ def record(rung, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, blocks: 
     """The trace of checked tensors (see Rung.__call__), and O. UnsupportedError for k1, as its kernels have no phases, and for huge grids."""
     if not stamps.possible(rung.module):
         raise UnsupportedError(f"{rung.name} has no phases to trace: each of its kernels does one thing; take a rung from k2 on")
+    scale = 1 / math.sqrt(q.shape[-1])
+
+    def prepared() -> Callable:
+        return partial(rung.run, q, k, v, causal, scale, operands=rung.operands(q, k, v, scale))
+
+    trace, (o, _) = _recorded(rung, q, causal, "tile_m", prepared, blocks)
+    return trace, o
+
+
+def record_gradients(
+    rung, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, causal: bool = False, blocks: int = BLOCKS
+) -> tuple[Trace, tuple[Tensor, Tensor, Tensor]]:
+    """Likewise of a backward pass (see BackwardRung.__call__), with dQ, dK and dV; of its kernel that has products, not of `prepare`."""
+    run = partial(rung.run, q, k, v, o, lse, d_o, causal, 1 / math.sqrt(q.shape[-1]))
+    return _recorded(rung, q, causal, "tile_n", lambda: run, blocks)
+
+
+def _recorded(rung, q: Tensor, causal: bool, tile: str, prepared: Callable[[], Callable], blocks: int) -> tuple[Trace, tuple]:
+    """The trace, and what `prepared()(events)` returns; tile: the field of its configuration that says how many tokens are a block's own."""
     if q.numel() == 0:
         raise UnsupportedError(f"there is nothing to trace: the tensors are {tuple(q.shape)}")
     heads, seqlen, head_dim = q.shape
-    tile_m = rung.code.configure(head_dim, causal, **rung.choice).tile_m
-    m_blocks = -(-seqlen // tile_m)
-    if m_blocks * heads > MOST_BLOCKS:
+    in_a_row = -(-seqlen // getattr(rung.code.configure(head_dim, causal, **rung.choice), tile))
+    if in_a_row * heads > MOST_BLOCKS:
         raise UnsupportedError(
-            f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {m_blocks * heads}; take fewer heads or tokens"
+            f"{rung.name} is traced for at most {MOST_BLOCKS} blocks, and this is {in_a_row * heads}; take fewer heads or tokens"
         )
-    events = torch.zeros((m_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
-    scale = 1 / math.sqrt(head_dim)
-    run = partial(rung.run, q, k, v, causal, scale, operands=rung.operands(q, k, v, scale))
+    events = torch.zeros((in_a_row * heads * WARPS * SLOTS, 2), dtype=torch.int32, device=q.device)
+    run = prepared()
     plain = _fastest(run)
-    stamped = _fastest(lambda: run(events))
+    stamped = _fastest(lambda: run(events=events))
     events.zero_()
-    o, _ = run(events)
+    found = run(events=events)
     case = Case(
         rung=rung.name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads,
         device=torch.cuda.get_device_name(q.device), cost=round(stamped / plain - 1, 4),
     )  # fmt: skip
-    return Trace(case, *keep(events.view(-1, WARPS, SLOTS, 2), m_blocks, blocks)), o
+    return Trace(case, *keep(events.view(-1, WARPS, SLOTS, 2), in_a_row, blocks)), found
 
 
 def _fastest(call, of: int = 4) -> float:

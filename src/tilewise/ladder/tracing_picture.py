@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 
 from tilewise.display.style import STYLE
-from tilewise.ladder.tracing import WORDS, Span, Trace
+from tilewise.ladder.tracing import Span, Trace
 from tilewise.sm90.phases import Phase
 
 BEGINNING_US = 15  # at least, and three tiles
@@ -21,6 +21,7 @@ COLOURS = {
     Phase.SCORES: "#0072B2",
     Phase.SOFTMAX: "#D55E00",
     Phase.OUTPUT: "#009E73",
+    Phase.ADD: "#F0E442",
     Phase.STORE: "#CC79A7",
 }
 
@@ -40,7 +41,7 @@ def draw(trace: Trace, path: Path) -> Path:
             _panel(axes, trace, shown[title], window)
             axes.set_title(title, fontsize=10, loc="left")
         seen = {span.phase for lanes in shown.values() for spans in lanes.values() for span in spans}
-        handles = [Patch(facecolor=COLOURS[phase], label=WORDS[phase]) for phase in COLOURS if phase in seen]
+        handles = [Patch(facecolor=COLOURS[phase], label=trace.words[phase]) for phase in COLOURS if phase in seen]
         case = trace.case
         mask = "causal" if case.causal else "full"
         what = f"{case.rung}, {case.device}: {case.heads} heads, {case.seqlen} tokens, head_dim {case.head_dim}, {mask}"

@@ -24,8 +24,9 @@ class Phase(IntEnum):
     WAIT = 6  # for a tile
     TURN = 7  # for its turn
     ISSUE = 8  # both products at once
-    SCORES = 9  # S = Q K^T, until it is there
-    SOFTMAX = 10  # with the wait for O, where both products were issued at once
-    OUTPUT = 11  # O += P V, until it is there
+    SCORES = 9  # S = Q K^T, until it is there; backward with dP
+    SOFTMAX = 10  # with the wait for O, where both products were issued at once; backward P and dS
+    OUTPUT = 11  # O += P V, until it is there; backward what is added to dV, dQ and dK
     STORE = 12
     END = 13
+    ADD = 14  # to a sum that other blocks add to, too
