@@ -21,7 +21,7 @@ class Config(NamedTuple):
 
     def options(self, target: Target) -> dict[str, object]:
         """For Triton's compiler."""
-        options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
+        options: dict[str, object] = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": self.fused}
         return options | ({"maxnreg": self.registers} if self.registers else {})
 
 
