@@ -180,3 +180,68 @@ def test_no_page_is_wider_than_a_phone_or_without_an_end(built, tmp_path):
     assert not {page: height for page, (_, _, height, *_) in found.items() if height > HIGHEST}
     assert not {page: formulas for page, (_, _, _, formulas, *_) in found.items() if formulas[0] != formulas[1]}
     assert not {page: charts for page, (*_, charts) in found.items() if charts}
+
+
+CONTRAST = 4.5  # of letters and what they stand on, at least (WCAG 2.2, 1.4.3)
+LETTERS = """<!doctype html><body><script>
+async function measure() {
+  const found = {};
+  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
+  const known = {};
+  const parsed = colour => known[colour] ??= drawn(colour);
+  const drawn = colour => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
+    return [r, g, b, a / 255];
+  };
+  const over = (top, under) => [0, 1, 2].map(i => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const light = rgb => rgb.slice(0, 3).map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  for (const page of PAGES) for (const scheme of ["default", "slate"]) {
+    const frame = document.createElement("iframe");
+    frame.style.cssText = "width:1400px;height:800px;border:0";
+    await new Promise(done => { frame.onload = done; frame.src = page; document.body.append(frame); });
+    const view = frame.contentWindow, body = frame.contentDocument.body;
+    body.setAttribute("data-md-color-scheme", scheme);
+    await new Promise(done => setTimeout(done, 400));
+    const least = {}, grounds = new Map();
+    const ground = at => {
+      if (!at) return [255, 255, 255, 1];
+      if (!grounds.has(at)) grounds.set(at, over(parsed(view.getComputedStyle(at).backgroundColor), ground(at.parentElement)));
+      return grounds.get(at);
+    };
+    for (const e of body.querySelectorAll("article *, nav *")) {
+      if (!e.offsetParent || ![...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim()) || e.closest("svg, mjx-container, .headerlink")) continue;
+      const under = ground(e);
+      const [a, b] = [over(parsed(view.getComputedStyle(e).color), under), under].map(light);
+      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+      const name = e.tagName + "." + e.className;
+      if (!(least[name] && least[name][0] <= ratio)) least[name] = [ratio, e.textContent.slice(0, 40)];
+    }
+    found[page + " " + scheme] = least;
+    frame.remove();
+  }
+  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
+}
+measure().catch(error => fetch("/found", {method: "POST", body: JSON.stringify(String(error))}));
+</script>"""
+
+
+@needs_chromium
+def test_letters_stand_out_from_what_they_stand_on(built, tmp_path):
+    pages = [
+        "/index.html",
+        "/worklog/k5/index.html",
+        "/worklog/explore/index.html",
+        "/benchmarks/index.html",
+        "/guide/transformers/index.html",
+    ]
+    assert all((built / page[1:]).exists() for page in pages)
+    (built / "letters.html").write_text(LETTERS.replace("PAGES", json.dumps(pages)), encoding="utf-8")
+    found = found_by(built, "letters.html", tmp_path / "profile")
+    assert isinstance(found, dict), found
+    faint = {page: {name: each for name, each in least.items() if each[0] < CONTRAST} for page, least in found.items()}
+    assert len(found) == 2 * len(pages) and all(len(least) > 5 for least in found.values())
+    assert not any(faint.values()), json.dumps(faint)
