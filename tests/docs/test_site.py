@@ -213,7 +213,8 @@ async function measure() {
       return grounds.get(at);
     };
     for (const e of body.querySelectorAll("article *, nav *")) {
-      if (!e.offsetParent || ![...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim()) || e.closest("svg, mjx-container, .headerlink")) continue;
+      if (!e.offsetParent || e.closest("svg, mjx-container, .headerlink")) continue;
+      if (![...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim())) continue;
       const under = ground(e);
       const [a, b] = [over(parsed(view.getComputedStyle(e).color), under), under].map(light);
       const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);

@@ -244,8 +244,11 @@ def _why(title: str) -> str:
     return next((text for pattern, text in WHY.items() if fnmatchcase(title, pattern)), UNEXPLAINED)
 
 
+MOST_NAMED = 12  # cells in a line, which are the farthest behind; the tables above have all
+
+
 def _behind(compared: list[Cell]) -> list[str]:
-    """A paragraph with a line for each reason, and the cells that it is the reason for; none where there are no such cells."""
+    """A paragraph with a line for each reason, and cells that it is the reason for; none where there are no such cells."""
     reasons: dict[str, list[Cell]] = {}
     for cell in compared:
         if cell.ratio is not None and cell.ratio < 1.0:
@@ -253,5 +256,7 @@ def _behind(compared: list[Cell]) -> list[str]:
     lines = []
     for why, group in reasons.items():
         numbers = ratios(group)
-        lines.append(f"- {why} ({min(numbers):.2f} to {max(numbers):.2f}): {', '.join(title_of(cell.case) for cell in group)}")
+        named = [title_of(cell.case) for cell in sorted(group, key=lambda cell: cell.ratio or 0.0)]
+        more = f", and {len(named) - MOST_NAMED} more" * (len(named) > MOST_NAMED)
+        lines.append(f"- {why} ({min(numbers):.2f} to {max(numbers):.2f}): {', '.join(named[:MOST_NAMED])}{more}")
     return ["Behind:\n\n" + "\n".join(lines)] if lines else []
