@@ -4,6 +4,7 @@ python lab/instruments/variants.py, and
 
     --variant "two rows: stages=4, pairwise=False"    names of backward.config.Config.of that differ from what ships
     --variant "turns: heads_interleaved=8, heads_per_step=4"          and of the order: descending heads, at least; ascending heads that take turns
+    --variant "down: ascending=0, heads_interleaved=4"                  all heads descend, four at a time (of packed documents with ascending=-1)
     --direction fwd --variant "short: from_zero=True" of the forward pass: fields of forward.config.Config
     --direction fwd --precision fp8 --variant "one: cluster=1"    of that in 8 bits: fields of eight_bits.config.Config
 
@@ -26,7 +27,7 @@ from counters import calls_of, require_hopper, with_workloads
 from rows import compile_ahead
 
 RUNS = 8  # of a variant, compared with each other
-ORDER = "heads_interleaved", "heads_per_step"
+ORDER = "ascending", "heads_interleaved", "heads_per_step"
 CLOSE = 2**-7  # of the largest number: gradients are rounded to eight bits
 
 
@@ -87,10 +88,20 @@ def variant_from(text: str, fields: list[str]) -> Variant:
 @contextmanager
 def in_place(variant: Variant, grad: bool = True, precision: str = ""):
     """Calls that are bound meanwhile have their pass, backward or forward, as the variant has it."""
+    from tilewise.runtime import call_cache
+
+    call_cache.forget()  # calls bound as another variant has them
+    with patched(variant, grad, precision):
+        yield
+    call_cache.forget()
+
+
+@contextmanager
+def patched(variant: Variant, grad: bool, precision: str):
+    """Likewise, but for calls that are known."""
     from tilewise.backends.hopper.backward import plan
     from tilewise.backends.hopper.eight_bits import call as eight_bits
     from tilewise.backends.hopper.forward import plan as forward
-    from tilewise.runtime import call_cache
 
     shipped_order = plan._order
 
@@ -102,9 +113,11 @@ def in_place(variant: Variant, grad: bool = True, precision: str = ""):
             variant.order.get("heads_interleaved", heads_interleaved),
             variant.order.get("heads_per_step", heads_per_step),
         )
+        ascending = variant.order.get("ascending", ascending)
         heads, n_blocks = batch * heads_k, -(-seqlen_k // config.tile_n)
         if (
-            not 1 <= heads_interleaved <= heads
+            ("ascending" in variant.order and ascending > 0)
+            or not 1 <= heads_interleaved <= heads
             or heads_per_step < 1
             or (heads_per_step > 1 and not config.by_keys)
             or (config.mask_kind == "varlen" and heads % heads_per_step)
@@ -112,12 +125,13 @@ def in_place(variant: Variant, grad: bool = True, precision: str = ""):
             raise ValueError(
                 f"{variant.name}: of {heads} heads {heads_interleaved} cannot descend, or {heads_per_step} not take turns (backward/order.py)"
             )
-        ascending = max(0, heads - heads_interleaved) // heads_per_step * heads_per_step if ascending else 0
+        if ascending > 0:
+            ascending = max(0, heads - heads_interleaved) // heads_per_step * heads_per_step
         return (
             num_sms,
             ascending,
             heads_per_step,
-            heads - ascending if ascending else heads_interleaved,
+            heads - ascending if ascending > 0 else heads_interleaved,
             of_queries,
             3 * num_sms // 2 + heads_per_step * n_blocks,
         )
@@ -127,14 +141,12 @@ def in_place(variant: Variant, grad: bool = True, precision: str = ""):
     changed = (
         (lambda call: shipped(call).but(**variant.config)) if grad else (lambda call: dataclasses.replace(shipped(call), **variant.config))
     )
-    call_cache.forget()  # calls bound as another variant has them
     with ExitStack() as patches:
         if variant.config:
             patches.enter_context(mock.patch.object(module, "config_of", changed))
         if variant.order:
             patches.enter_context(mock.patch.object(plan, "_order", order))
         yield
-    call_cache.forget()
 
 
 def kernels_of(workloads, variants: list[Variant], precision: str = "") -> list[tuple]:
@@ -172,7 +184,7 @@ def measure(workload, variants: list[Variant], others: list, budget: float, prec
     calls = {}
     for variant in variants:
         with in_place(variant, workload.grad, precision):
-            calls[variant.name] = bound(workload, inputs, precision)
+            calls[variant.name] = as_bound(variant, bound(workload, inputs, precision), workload, precision)
     base, same, bits = calls["base"](), {}, {}
     for variant in variants:
         runs = [calls[variant.name]() for _ in range(RUNS)]
@@ -196,8 +208,20 @@ def measure(workload, variants: list[Variant], others: list, budget: float, prec
     }
 
 
+def as_bound(variant: Variant, call, workload, precision: str):
+    """The call, as the variant has it each time: a backward pass with large tables, as documents have, is bound at every call."""
+    if not workload.grad or workload.mask.kind in ("full", "band"):
+        return call
+
+    def again():
+        with patched(variant, workload.grad, precision):
+            return call()
+
+    return again
+
+
 def bound(workload, inputs, precision: str):
-    """Our call as it is bound now: its gradients, or O and LSE."""
+    """Our call as it is bound now: its gradients, or O and LSE. Gradients with large tables are bound again each time (`as_bound`)."""
     import torch
 
     from tilewise.backends.hopper import Hopper

@@ -13,6 +13,7 @@ from tilewise.backends.hopper.backward import call as gradients
 from tilewise.backends.hopper.backward import plan
 from tilewise.backends.hopper.backward.config import configure
 from tilewise.bench.sets.named import gpu_shapes, paper_sweep
+from tilewise.bench.sets.trees import trees
 from tilewise.masks import Full
 
 GPU = plan.Gpu(132, 0)
@@ -56,7 +57,20 @@ def test_an_order_takes_its_place(variants):
         assert plan._order(*given) == (132, 48, 12, 16, shipped[4], 198 + 12 * 32)
     with variants.in_place(of_gradients(variants, "down: heads_interleaved=16")):
         assert plan._order(*given) == (132, 48, 4, 16, *shipped[4:])
+    with variants.in_place(of_gradients(variants, "all: ascending=0, heads_interleaved=4, heads_per_step=1")):
+        assert plan._order(*given) == (132, 0, 1, 4, shipped[4], 198 + 32)
     assert plan._order(*given) == shipped
+    documents = configure(torch.bfloat16, 128, 128, "varlen"), 1, 4096, 32, 4096, 8, GPU, False
+    assert plan._order(*documents)[1:4] == (plan.NONE_ASCENDS, 1, 8)
+    with variants.in_place(of_gradients(variants, "four: heads_interleaved=4")):
+        assert plan._order(*documents)[1:4] == (plan.NONE_ASCENDS, 1, 4)
+
+
+def test_a_call_that_is_bound_each_time_has_its_order(variants):
+    (workload,) = [each for each in trees(direction="bwd") if each.name == "tree-4k-16x1k-unshared"]
+    given = configure(torch.bfloat16, 128, 128, "varlen"), 1, 4096, 32, 4096, 8, GPU, False
+    variant = of_gradients(variants, "four: heads_interleaved=4")
+    assert variants.as_bound(variant, lambda: plan._order(*given), workload, "")()[3] == 4 and plan._order(*given)[3] == 8
 
 
 @pytest.mark.parametrize("order", ["heads_per_step=3", "heads_per_step=0", "heads_interleaved=65", "heads_interleaved=0"])
