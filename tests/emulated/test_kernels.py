@@ -149,6 +149,25 @@ def test_heads_of_a_group_apart(mask, head_dim, monkeypatch):
     conformance.run_spoiled(Emulated(), case)
 
 
+UNEVEN = [
+    (Documents([0, 30, 100, 140], inner=Causal()), 10, 64),
+    pytest.param(Documents([0, 140], inner=Causal()), 10, 128, marks=pytest.mark.slow),
+    pytest.param(Causal(), 5, 64, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("mask", "heads_q", "head_dim"), UNEVEN, ids=str)
+def test_descending_heads_in_sections_of_three_and_two(mask, heads_q, head_dim, monkeypatch):
+    """As grouped heads of documents take turns, and heads of long causal sequences."""
+    for name, value in {"SHARING": 2, "FAR": 2, "LONG": 0}.items():
+        monkeypatch.setattr(plan, name, value)
+    case = Case(batch=1, seqlen_q=140, seqlen_k=140, heads_q=heads_q, heads_k=5, head_dim=head_dim, mask=mask, dtype="bf16")
+    call = make(case, 0, grad=True)
+    (_, turns), *_ = plan.Plan.of(call, plan.Gpu(4, 2 << 20)).turns
+    assert turns.ascending == (plan.NONE_ASCENDS if heads_q > 5 else 0) and turns.heads_interleaved == 3
+    conformance.run_hidden(Emulated(), case)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [Full(), Causal(), SlidingWindow(40, 3)], ids=repr)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
