@@ -274,6 +274,16 @@ def test_sglang_finds_it():
     assert getattr(importlib.import_module(name), function) is sglang.register
 
 
+def test_how_far_two_runs_agree(monkeypatch):
+    """Up to each request's first other token."""
+    monkeypatch.syspath_prepend(os.path.join(os.path.dirname(__file__), "..", "..", "tools"))
+    tool = importlib.import_module("sglang_tokens")
+    first = [{"tokens": [1, 2, 3], "logprobs": [-0.1, -0.2, -0.3]}, {"tokens": [4, 5], "logprobs": [-0.1, -0.4]}]
+    other = [{"tokens": [1, 2, 4], "logprobs": [-0.1, -0.25, -0.9]}, {"tokens": [4, 5], "logprobs": [-0.1, -0.4]}]
+    assert tool.agreement(first, other) == "4 of 5 tokens, log-probabilities at most 0.05 apart"
+    assert tool.agreement(first, first) == "5 of 5 tokens, log-probabilities at most 0 apart"
+
+
 PYTHON = os.environ.get("TILEWISE_TEST_SGLANG", "")  # the interpreter of an environment that has SGLang
 NEEDS = pytest.mark.skipif(not PYTHON, reason="TILEWISE_TEST_SGLANG names no interpreter of an environment with SGLang")
 
