@@ -48,7 +48,7 @@ def test_trace_of_gradients(name, head_dim, causal):
     events = torch.zeros((n_blocks * heads * WARPS * SLOTS, 2), dtype=torch.int32, device="cpu")
     with Emulated(slots=2).on_gpu(), mock.patch.multiple(Rung, reasons=lambda *_: []):
         o, lse = rung.attend(q, k, v, causal, 0.1)
-        plain, stamped = (rung.run(q, k, v, o, lse, d_o, causal, 0.1, events=each) for each in (None, events))
+        plain, stamped = (rung.run(q, k, v, o, lse, d_o, causal=causal, scale=0.1, events=each) for each in (None, events))
     assert all(map(torch.equal, plain[1:], stamped[1:])) and (not rung.ordered or torch.equal(plain[0], stamped[0]))
     case = Case(rung=name, seqlen=seqlen, head_dim=head_dim, causal=causal, heads=heads, device="emulator")
     check_backward_story(Trace(case, *keep(events.view(-1, WARPS, SLOTS, 2), n_blocks, 8)), rung, seqlen, head_dim, causal)

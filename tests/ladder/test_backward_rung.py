@@ -67,8 +67,8 @@ def test_what_it_cannot_do_is_said(rung):
         rung.backward(None, X, LSE, X, LSE)
     many = bf16(70000, 1, 64)
     with pytest.raises(UnsupportedError, match=r"at most 65535 heads in all .* and this is 70000; cut the batch"):
-        rung.run(*[many] * 4, torch.zeros(70000, 1), many, False, 1.0)
-    assert all(x.shape == (2, 0, 64) for x in rung.run(*[X[:, :0]] * 4, LSE[:, :0], X[:, :0], False, 1.0))
+        rung.run(*[many] * 4, torch.zeros(70000, 1), many, causal=False, scale=1.0)
+    assert all(x.shape == (2, 0, 64) for x in rung.run(*[X[:, :0]] * 4, LSE[:, :0], X[:, :0], causal=False, scale=1.0))
 
 
 class Formula:

@@ -57,7 +57,7 @@ class BackwardRung:
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite, got {scale}")
-        return self.run(q, k, v, o, lse, d_o, causal, scale)
+        return self.run(q, k, v, o, lse, d_o, causal=causal, scale=scale)
 
     @cached_property
     def code(self) -> ModuleType:
@@ -89,21 +89,11 @@ class BackwardRung:
         code, arguments = (stamps.stamped(self.module), self.stamped_arguments) if stamped else (self.code, self.arguments)
         return jit.compiled(code.launch, arguments, code.configure(head_dim, causal, **self.choice), options)
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        d_o: Tensor,
-        causal: bool,
-        scale: float,
-        events: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of checked tensors, in three launches and a fill: zeros for dQ's sum, delta (`gradients.prepare`), the kernel, dQ rounded.
-        With stamps where there is room for them, `events` (tracing.py).
+    def run(self, *tensors: Tensor, causal: bool, scale: float, events: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK and dV of checked tensors: q, k, v, o, lse and d_o. In three launches and a fill: zeros for dQ's sum, delta
+        (`gradients.prepare`), the kernel, dQ rounded. With stamps where there is room for them, `events` (tracing.py).
         """
+        q, k, v, o, lse, d_o = tensors
         heads, seqlen, head_dim = q.shape
         dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
         if q.numel() == 0:
@@ -118,10 +108,10 @@ class BackwardRung:
         turns = [torch.zeros((heads, m_blocks, config.consumers), dtype=torch.int32, device=q.device)] if self.ordered else []
         sum_dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         with torch.cuda.device(q.device):
-            tensors = map(jit.aligned, (q, k, v, o, d_o))
+            given = (*map(jit.aligned, (q, k, v, o, d_o)), lse.contiguous())
             kernel = self.compiled(head_dim, causal, stamped=events is not None)
             results, noted = (sum_dq, dk, dv, *turns), [] if events is None else [events]
-            kernel((*tensors, lse.contiguous()), rows, results, scale, scale / math.log(2), *noted)
+            kernel(given, rows, results, scale, scale / math.log(2), *noted)
         torch.mul(sum_dq, scale, out=dq)
         return dq, dk, dv
 
@@ -165,7 +155,8 @@ class BackwardRung:
         if d_lse is not None:
             raise UnsupportedError(f"{self.name} cannot run this: it takes no gradient that reaches the log-sum-exp")
         heads = (x.transpose(1, 2).flatten(0, 1) for x in (call.q, call.k, call.v, o))
-        found = self.run(*heads, lse.flatten(0, 1), d_o.transpose(1, 2).flatten(0, 1), call.mask == Causal(), call.scale)
+        given = *heads, lse.flatten(0, 1), d_o.transpose(1, 2).flatten(0, 1)
+        found = self.run(*given, causal=call.mask == Causal(), scale=call.scale)
         return Gradients(*(x.unflatten(0, (call.batch, call.heads_q)).transpose(1, 2) for x in found), None, None)
 
 

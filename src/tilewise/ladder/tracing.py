@@ -201,7 +201,7 @@ def record_gradients(
     rung, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, d_o: Tensor, causal: bool = False, blocks: int = BLOCKS
 ) -> tuple[Trace, tuple[Tensor, Tensor, Tensor]]:
     """Likewise of a backward pass (see BackwardRung.__call__), with dQ, dK and dV; of its kernel that has products, not of `prepare`."""
-    run = partial(rung.run, q, k, v, o, lse, d_o, causal, 1 / math.sqrt(q.shape[-1]))
+    run = partial(rung.run, q, k, v, o, lse, d_o, causal=causal, scale=1 / math.sqrt(q.shape[-1]))
     return _recorded(rung, q, causal, "tile_n", lambda: run, blocks)
 
 
