@@ -98,7 +98,7 @@ def in_place(variant: Variant, grad: bool = True, precision: str = ""):
 
 @contextmanager
 def patched(variant: Variant, grad: bool, precision: str):
-    """Likewise, but for calls that are known."""
+    """Likewise, while calls that are known stay so."""
     from tilewise.backends.hopper.backward import plan
     from tilewise.backends.hopper.eight_bits import call as eight_bits
     from tilewise.backends.hopper.forward import plan as forward

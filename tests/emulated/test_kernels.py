@@ -152,7 +152,7 @@ def test_heads_of_a_group_apart(mask, head_dim, monkeypatch):
 UNEVEN = [
     (Documents([0, 30, 100, 140], inner=Causal()), 10, 64),
     pytest.param(Documents([0, 140], inner=Causal()), 10, 128, marks=pytest.mark.slow),
-    pytest.param(Causal(), 5, 64, marks=pytest.mark.slow),
+    *(pytest.param(Causal(), 5, dim, marks=pytest.mark.slow) for dim in (64, 192, 256)),
 ]
 
 
