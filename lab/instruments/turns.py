@@ -32,7 +32,7 @@ OTHERS = {
 def walks(mask: Mask, seqlen_q: int, seqlen_k: int, config) -> list[np.ndarray]:
     """The tiles of queries that each block of keys visits, one after another."""
     regions = [plane.region.transpose() for plane in mask.planes(seqlen_q, seqlen_k, 1, 1)]
-    visits, *_, spans = tables._visits(regions, config.tile_n, config.tile_m, down=True)
+    visits, *_, spans = tables._visits(regions, config.tile_n, config.tile_m, in_turns=True)
     return [visits[first:last, 0] for first, last in spans[0]]
 
 
@@ -70,7 +70,7 @@ def main() -> None:
         q, k = (torch.empty(1, seqlen, n, 128, dtype=torch.bfloat16, device="meta") for n in (options.heads * options.group, options.heads))
         found = plan.Plan.of(Call(q=q, k=k, v=k, mask=mask, scale=1.0, grad=True), plan.Gpu(SLOTS, 0))
         config, of_blocks = found.config, walks(mask, seqlen, seqlen, found.config)
-        took, least = milliseconds(of_blocks, options.heads, options.group, config.q_heads_in_turn, found.turns[0][1].together)
+        took, least = milliseconds(of_blocks, options.heads, options.group, config.q_heads_in_turn, found.turns[0][1].heads_interleaved)
         up = any(len(walk) > 1 and walk[0] < walk[-1] for walk in of_blocks)
         print(f"{name:18} {took:7.1f} ms, {took / least:5.2f} of {least:5.1f}   {'up' if up else 'down'}")
 

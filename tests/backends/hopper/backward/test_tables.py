@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilewise.backends.hopper.backward.tables import _time, query_visits_of, visits_of
+from tilewise.backends.hopper.backward.tables import _in_turns, query_visits_of, visits_of
 from tilewise.backends.hopper.operands import KEYS, QUERIES
 from tilewise.masks import Causal, ChunkedCausal, Dense, Documents, FirstKeys, Full, PerHead, PrefixLM, PrefixTree, Slices, SlidingWindow
 from tilewise.sm90.jit import why_no_compiler
@@ -155,11 +155,15 @@ def test_a_pair_is_found_in_the_tables(kernel):
                 assert bool(kernel.shows(at[2], at[3], at[1], at[0], problem.band, problem.config)) == dense[at]
 
 
+TREE = PrefixTree((-1, 0, 1, 1, 0, 4, 4), (90, 200, 70, 20, 210, 100, 10))
+
+
 def test_nobody_waits_for_ever(kernel):
     """Blocks of keys start from the first, a few at a time, and go through the heads of their group; each adds when it is its turn."""
     generator = random.Random(1)
-    for seqlen_q, seqlen_k in ((700, 900), (900, 300)):
-        for mask in (*some(seqlen_q, seqlen_k), PrefixLM(200), Documents((0, 100, 250, 300), inner=SlidingWindow(9, 9))):
+    for seqlen_q, seqlen_k in ((700, 900), (900, 300), (700, 700)):
+        others = (TREE,) if seqlen_q == seqlen_k else (PrefixLM(200), Documents((0, 100, 250, 300), inner=SlidingWindow(9, 9)))
+        for mask in (*some(seqlen_q, seqlen_k), *others):
             problem = Problem(kernel, mask, seqlen_q, seqlen_k, 64, 64, 2, 4)
             numbers = [(n_block, b) for b in range(2) for n_block in range(-(-seqlen_k // 64))]
             waiting = [[(head, b, *at) for head in range(4) for at in problem.visits(n_block, head, b)] for n_block, b in numbers]
@@ -177,32 +181,44 @@ def test_nobody_waits_for_ever(kernel):
 
 
 @pytest.mark.parametrize(
-    ("mask", "up"),
+    ("mask", "down"),
     [
-        (Causal(), False),
-        (SlidingWindow(300, 0) | SlidingWindow(900, -700), False),
-        (PrefixLM(1000), False),
-        (ChunkedCausal(500), False),
-        (Documents([0, 900, 1000, 16384], inner=Causal()), False),
-        (Full() - Full(), False),
-        (PrefixTree.group(1024, [512] * 30), True),
-        (PrefixTree.group(8192, [4096] * 2), False),  # the prompt's own blocks have most of the work
+        (Causal(), True),
+        (SlidingWindow(300, 0) | SlidingWindow(900, -700), True),
+        (PrefixLM(1000), True),
+        (ChunkedCausal(500), True),
+        (Documents([0, 900, 1000, 16384], inner=Causal()), True),
+        (Full() - Full(), True),
+        (PrefixTree.group(1024, [512] * 30), False),
+        (PrefixTree((-1, 0, 1, 2, 0, 4), (500, 1000, 1500, 500, 6000, 6884)), False),
+        (PrefixTree.group(8192, [4096] * 2), True),  # the prompt's own blocks have most of the work
     ],
     ids=lambda x: str(x)[:40],
 )
-def test_the_way_that_blocks_walk(mask, up):
+def test_the_way_that_blocks_walk(mask, down):
     """Down, unless the first keys are seen by queries far behind those of the next: of which rows, heads or batch entries does not matter."""
+    walked = []
     for heads, batch in ((1, 1), (4, 3)):
         found = visits_of(mask.planes(16384, 16384, batch, heads), batch, heads, SimpleNamespace(tile_m=64, tile_n=128), CPU)
         walks = [found.visits[first:last, 0].tolist() for first, last in found.spans[0].tolist()]
-        assert walks == [sorted(walk, reverse=not up) for walk in walks]
+        assert (walks == [sorted(walk, reverse=True) for walk in walks]) == down
+        assert down or walks[0] == sorted(walks[0]), "all tiles of the first block are free"
+        walked.append(walks)
+    assert walked[0] == walked[1]
 
 
 def test_what_a_walk_takes_is_counted():
     """Three blocks, two at a time: the second waits for the first at both tiles, the third starts when that ends."""
     walks = [np.array([0, 1]), np.array([0, 1]), np.array([1])]
-    assert [_time(walks, 2), _time(walks, 1), _time([walk[::-1] for walk in walks], 2)] == [4, 5, 3]
-    assert _time([np.arange(0)] * 3, 2) == 0
+    took = [_in_turns(*given, False)[0] for given in ((walks, 2), (walks, 1), ([walk[::-1] for walk in walks], 2))]
+    assert took == [4, 5, 3]
+    assert _in_turns([np.arange(0)] * 3, 2, True)[0] == 0
+
+
+def test_tiles_are_taken_as_they_come_free():
+    """The second block begins behind what the first has still to visit, and the third where both have been."""
+    took, orders = _in_turns([np.array([0, 1, 2]), np.array([0, 3]), np.array([1, 2, 3])], 3, True)
+    assert [order.tolist() for order in orders] == [[0, 1, 2], [1, 0], [2, 0, 1]] and took == 4
 
 
 def test_they_are_kept_and_counted():

@@ -182,7 +182,7 @@ def _on_device(arrays: Iterable[ndarray], device: torch.device) -> Iterator[Tens
 def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile_n: int) -> tuple[ndarray, ...]:
     """The arrays of `Visits`, in its order."""
     regions, m_blocks = [plane.region for plane in planes], -(-planes[0].region.seqlen_q // tile_m)
-    *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m, down=True)
+    *by_keys, spans = _visits([region.transpose() for region in regions], tile_n, tile_m, in_turns=True)
     visited = [np.bincount(by_keys[0][begin[0, 0] : begin[-1, 1], 0], minlength=m_blocks) for begin in spans]
     used = np.zeros((batch, heads), np.int32)
     for number, plane in enumerate(planes):
@@ -191,8 +191,8 @@ def _arrays(planes: tuple[Plane, ...], batch: int, heads: int, tile_m: int, tile
     return *by_keys, spans, np.stack(visited), seeing, used
 
 
-def _visits(regions: Sequence, tile_m: int, tile_n: int, down: bool = False) -> tuple[ndarray, ...]:
-    """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns, ascending or, where `_upwards` says so, down."""
+def _visits(regions: Sequence, tile_m: int, tile_n: int, in_turns: bool = False) -> tuple[ndarray, ...]:
+    """visits, bands, bitmaps and spans of blocks of tile_m rows that visit tiles of tile_n columns, ascending or as `_walks` has them."""
     seqlen_q, seqlen_k = regions[0].seqlen_q, regions[0].seqlen_k
     everything = [0, seqlen_q, 0, seqlen_k, -FAR, FAR]
     bands, bitmaps = [np.array([everything, [0, 0, 0, 0, -FAR, FAR], everything])], [np.zeros((1, tile_m, tile_n // WORD), np.int32)]
@@ -202,8 +202,8 @@ def _visits(regions: Sequence, tile_m: int, tile_n: int, down: bool = False) -> 
         bands.append(made.bands)
         bitmaps.append(made.bitmaps)
         block, tiles = _tiles(made.runs, seqlen_q // tile_m)
-        if down and not _upwards(block, tiles[:, 0]):
-            tiles = tiles[np.lexsort((-tiles[:, 0], block))]
+        if in_turns:
+            tiles = tiles[_walks(block, tiles[:, 0])]
         start = sum(map(len, visits)) + np.searchsorted(block, np.arange(-(-seqlen_q // tile_m) + 1))
         spans.append(np.stack([start[:-1], start[1:]], axis=1)[None])
         visits.append(tiles)
@@ -222,33 +222,47 @@ def _tiles(runs: ndarray, whole: int) -> tuple[ndarray, ndarray]:
     return n_block[order], np.stack([m_block, ref, turn, np.zeros_like(turn)], axis=1)[order]
 
 
-def _upwards(n_block: ndarray, m_block: ndarray) -> bool:
-    """Whether blocks walk from their first tile up; rows as `_tiles` has them.
+def _walks(n_block: ndarray, m_block: ndarray) -> ndarray:
+    """The order of visits: each block's, one after another, as it walks; n_block and m_block ascend.
 
     At every tile a block waits for those of smaller numbers. Down from the last tile hardly one waits where walks of later keys end later, as they do
     under bands of any kind. But a prefix that many sequences share, or a sink, is seen by queries far behind those of the next blocks, which wait
-    until it comes down to them. Up, it is there sooner. Which way takes less time is found by going through the turns of about WALKS blocks, of which
-    RUNNING run at a time (lab/instruments/turns.py): a matter of the mask alone, so that a call on some of the heads has the bits of the whole one.
+    until it comes down to them. So blocks may also take tiles as these come free, which begins upwards. Which way takes less time is found by going
+    through the turns of about WALKS blocks, of which RUNNING run at a time (lab/instruments/turns.py): a matter of the mask alone, so that a call
+    on some of the heads has the bits of the whole one.
     """
-    last = m_block[np.flatnonzero(np.diff(n_block, append=-1))]
-    if (np.diff(last) >= 0).all():
-        return False
+    down = np.lexsort((-m_block, n_block))
+    lasts = np.flatnonzero(np.diff(n_block, append=-1))
+    if (np.diff(m_block[lasts]) >= 0).all():
+        return down
     every = -(-(int(n_block[-1]) + 1) // WALKS)
     chosen = (n_block % every == 0) & (m_block % every == 0)
-    walks = np.split(m_block[chosen] // every, np.flatnonzero(np.diff(n_block[chosen])) + 1)
-    running = max(1, RUNNING // every)
-    return _time(walks, running) < _time([walk[::-1] for walk in walks], running)
+    walks, running = _split(n_block[chosen], m_block[chosen] // every), max(1, RUNNING // every)
+    if _in_turns([walk[::-1] for walk in walks], running, False)[0] <= _in_turns(walks, running, True)[0]:
+        return down
+    orders = _in_turns(_split(n_block, m_block), RUNNING, True)[1]
+    return np.concatenate(orders) + np.repeat(np.append(0, lasts[:-1] + 1), np.diff(lasts, prepend=-1))
 
 
-def _time(walks: list[ndarray], running: int) -> int:
-    """Until the last of these walks ends, one after another, `running` at a time; a visit takes 1, and waits for the one before it at its tile."""
+def _split(n_block: ndarray, m_block: ndarray) -> list[ndarray]:
+    """The tiles of each block that has any."""
+    return np.split(m_block, np.flatnonzero(np.diff(n_block)) + 1)
+
+
+def _in_turns(walks: list[ndarray], running: int, sort: bool) -> tuple[int, list[ndarray]]:
+    """When the last of these walks ends, one after another, `running` at a time; a visit takes 1, and waits for the one before it at its tile.
+    sort: each takes its tiles as they come free, which lets it end the earliest; and these orders.
+    """
     ends = np.zeros(1 + max((int(walk.max(initial=0)) for walk in walks), default=0), np.int64)
-    free = [0] * running
+    free, orders = [0] * running, []
     for walk in walks:
-        begin, taken = heapq.heappop(free), np.arange(1, len(walk) + 1)
-        ends[walk] = taken + np.maximum.accumulate(np.maximum(begin, ends[walk] + 1 - taken))
+        begin, taken, ready = heapq.heappop(free), np.arange(1, len(walk) + 1), ends[walk]
+        if sort:
+            orders.append(np.argsort(np.maximum(ready, begin), kind="stable"))
+            walk, ready = walk[orders[-1]], ready[orders[-1]]
+        ends[walk] = taken + np.maximum.accumulate(np.maximum(begin, ready + 1 - taken))
         heapq.heappush(free, int(ends[walk[-1]]) if len(walk) else begin)
-    return int(ends.max())
+    return int(ends.max()), orders
 
 
 def _seeing(region) -> ndarray:
