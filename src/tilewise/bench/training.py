@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tilewise.bench.gate import verify
 from tilewise.bench.peers import Impl
@@ -33,6 +34,7 @@ TOKENS = 16384  # a step, or one sequence where that is longer
 SEQLENS = (2048, 8192, 16384)
 CONTENDERS = "tilewise,fa4,sdpa:cudnn,sdpa:flash,sdpa:math"
 QUADRATIC = ("sdpa:math", "naive", "tilewise:reference")  # memory that grows with seqlen^2 asks nobody else for fewer layers
+AT_A_TIME = 65536  # tokens whose logits are in memory; of longer steps all logits are computed once more for the gradients
 SEED = 1
 
 
@@ -112,8 +114,14 @@ class GPT(nn.Module):
         x = self.embedding(tokens[:, :-1]) + self.positions.weight
         for block in self.blocks:
             x = block(x, attend)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        pieces = [*zip(self.norm(x).flatten(0, 1).split(AT_A_TIME), tokens[:, 1:].flatten().split(AT_A_TIME), strict=True)]
+        if len(pieces) == 1:
+            return self.summed_loss(*pieces[0]) / tokens[:, 1:].numel()
+        return sum(checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces) / tokens[:, 1:].numel()
+
+    def summed_loss(self, rows: Tensor, following: Tensor) -> Tensor:
+        """Over tokens, of rows (tokens, hidden)."""
+        return F.cross_entropy(F.linear(rows, self.embedding.weight).float(), following, reduction="sum")
 
 
 def flops_of_step(weights: int, layers: int, hidden: int, seqlen: int, tokens: int) -> int:
