@@ -235,10 +235,11 @@ def _heads_per_step(config: Config, heads: int, group: int, seqlen_q: int) -> in
 
 def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, gpu: Gpu) -> int:
     """Heads that take turns under a full mask: enough that a head has few blocks at a time, unless these then have to fetch all anew. H200,
-    2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2.
+    2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2; LONG: backward-long-h200.jsonl.
     """
     read = _read(config, group, seqlen_q)
-    apart = math.isqrt(gpu.again * gpu.num_sms // read)  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
+    again = gpu.again if read < LONG else AGAIN[0][1]
+    apart = math.isqrt(again * gpu.num_sms // read)  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
     most = max(1, min(gpu.num_sms // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
 
