@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 LENGTHS = 5, 17, 33, 90, 150, 64, 1, 40
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
 ON_A_CPU = {"SGLANG_USE_CPU_ENGINE": "1"}
 
 

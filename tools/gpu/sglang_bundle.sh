@@ -25,8 +25,9 @@ for wheel in work.glob("*.whl"):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(work / "site", [name for name in archive.namelist() if not any(word in name for word in left_out)])
 P
-mkdir -p "$work/site/torchvision" # which SGLang imports for pictures alone, and which would have to fit torch
-cat > "$work/site/torchvision/__init__.py" <<'P'
+stand_in() { # PACKAGE "MODULE ...": imported by SGLang, and not used here
+  mkdir -p "$work/site/$1"
+  cat > "$work/site/$1/__init__.py" <<P
 """A stand-in: every name is one that raises when it is called."""
 
 import sys
@@ -50,7 +51,7 @@ class Name(metaclass=OfClasses):
         return Name()
 
     def __call__(self, *_, **__):
-        raise RuntimeError("torchvision is a stand-in here")
+        raise RuntimeError(f"{__name__} is a stand-in here")
 
 
 class Module(types.ModuleType):
@@ -62,11 +63,14 @@ class Module(types.ModuleType):
         return Name
 
 
-for each in ("transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional", "io", "ops"):
-    sys.modules[f"torchvision.{each}"] = Module(f"torchvision.{each}")
+for each in "$2".split():
+    sys.modules[f"{__name__}.{each}"] = Module(f"{__name__}.{each}")
 sys.modules[__name__].__class__ = Module
 __version__ = "0"
 P
+}
+stand_in torchvision "transforms transforms.functional transforms.v2 transforms.v2.functional io ops" # for pictures; it would have to fit torch
+stand_in flashinfer "gemm fused_moe fused_moe.core comm sampling" # not norm: without it SGLang takes its own
 find "$work/site" -name __pycache__ -prune -exec rm -rf {} + -o -name tests -path "*/site/*" -prune -exec rm -rf {} +
 tar c -C "$work/site" . | xz -6 -T0 | split -b 34000000 -d -a 1 - "$out/sglang.part."
 ls -l "$out"

@@ -48,10 +48,10 @@ class Columns(NamedTuple):
 class Visits:
     """Any other mask, int32, likewise.
 
-    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], one after another: all blocks
-    from their last tile down, or all from their first up (`_upwards`). The tile is masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by
+    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], one after another (`_walks`).
+    The tile is masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by
     bands[-1 - ref], for which keys are the rows and queries the columns; all of it is seen for bands[EVERYTHING]. Of the blocks that visit it,
-    visits[i, 2] have a smaller number than this one.
+    visits[i, 2] have a smaller number than this one. The block's tiles ascend at the rows visits[i, 3] of `visits`, by which a tile is found.
     """
 
     visits: Tensor  # (visits, 4)
@@ -202,9 +202,12 @@ def _visits(regions: Sequence, tile_m: int, tile_n: int, in_turns: bool = False)
         bands.append(made.bands)
         bitmaps.append(made.bitmaps)
         block, tiles = _tiles(made.runs, seqlen_q // tile_m)
+        before = sum(map(len, visits))
         if in_turns:
-            tiles = tiles[_walks(block, tiles[:, 0])]
-        start = sum(map(len, visits)) + np.searchsorted(block, np.arange(-(-seqlen_q // tile_m) + 1))
+            order = _walks(block, tiles[:, 0])
+            tiles = tiles[order]
+            tiles[:, 3] = before + order.argsort()
+        start = before + np.searchsorted(block, np.arange(-(-seqlen_q // tile_m) + 1))
         spans.append(np.stack([start[:-1], start[1:]], axis=1)[None])
         visits.append(tiles)
     return tuple(map(np.concatenate, (visits, bands, bitmaps, spans)))

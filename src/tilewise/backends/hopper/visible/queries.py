@@ -184,19 +184,16 @@ def hide_by_word(P: cute.Tensor, r: Constexpr[int], w: Constexpr[int], word: Int
 
 @cute.jit
 def visit_of(m_block: Int32, n_block: Int32, plane: Int32, tables: KeyTables) -> tuple[Boolean, Int32]:
-    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`; its visits go up or down the tiles."""
+    """Whether block n_block of the keys visits a tile of queries, and by which row of `visits`."""
     low, end = tables.spans[plane, n_block, 0], tables.spans[plane, n_block, 1]
-    high, sign = end, Int32(1)
-    if low < end:  # noqa: SIM102
-        if tables.visits[low, 0] > tables.visits[end - 1, 0]:
-            sign = Int32(-1)
+    high, most = end, tables.visits.shape[0] - 1
     while low < high:  # the first visit of this tile or of one behind it
         middle = (low + high) // 2
-        if sign * tables.visits[middle, 0] < sign * m_block:
+        if tables.visits[tables.visits[middle, 3], 0] < m_block:
             low = middle + 1
         else:
             high = middle
-    there = min(low, tables.visits.shape[0] - 1)
+    there = tables.visits[min(low, most), 3]
     return low < end and tables.visits[there, 0] == m_block, there
 
 
