@@ -81,6 +81,19 @@ def test_parts_of_a_batch_add_up_to_its_gradient(part):
         torch.testing.assert_close(kept[name], x.grad, rtol=5e-2, atol=5e-4)
 
 
+def test_logits_in_parts_are_the_same_loss(monkeypatch):
+    run, found = Training(TINY, 1, SEQLEN, PLAN, CPU), []
+    run.model.float()
+    attend = Naive().prepare(training.attention_of(TINY, SEQLEN, 2), CPU)
+    for at_a_time in (2 * SEQLEN, 2 * SEQLEN - 5):
+        monkeypatch.setattr(training, "AT_A_TIME", at_a_time)
+        run.model.zero_grad()
+        loss = run.model.loss(run.tokens, attend)
+        loss.backward()
+        found.append([loss.detach(), *(x.grad.clone() for x in run.model.parameters())])
+    torch.testing.assert_close(*found)
+
+
 def test_what_is_tried_where_memory_runs_out():
     assert list(fewer(32))[:4] == [32, 28, 25, 22] and list(fewer(3)) == [3, 2, 1]
     assert parts_of(8) == [8, 4, 2, 1] and parts_of(6) == [6, 3] and parts_of(1) == [1]

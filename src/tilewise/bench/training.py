@@ -116,8 +116,10 @@ class GPT(nn.Module):
             x = block(x, attend)
         pieces = [*zip(self.norm(x).flatten(0, 1).split(AT_A_TIME), tokens[:, 1:].flatten().split(AT_A_TIME), strict=True)]
         if len(pieces) == 1:
-            return self.summed_loss(*pieces[0]) / tokens[:, 1:].numel()
-        return sum(checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces) / tokens[:, 1:].numel()
+            total = self.summed_loss(*pieces[0])
+        else:
+            total = torch.stack([checkpoint(self.summed_loss, *piece, use_reentrant=False) for piece in pieces]).sum()
+        return total / tokens[:, 1:].numel()
 
     def summed_loss(self, rows: Tensor, following: Tensor) -> Tensor:
         """Over tokens, of rows (tokens, hidden)."""
