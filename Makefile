@@ -50,7 +50,7 @@ lint: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(RUN) -c 'import mkdocs, mathjax' 2>/dev/null || $(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
-	$(RUN) -m pytest tests/docs/test_site.py
+	$(RUN) -m pytest tests/docs/test_site.py tests/docs/test_explore.py tests/docs/test_scripts.py
 	$(RUN) -m tilewise report
 	$(RUN) -m mkdocs build --strict
 

@@ -81,7 +81,11 @@ def page(path: Path) -> str:
         new = f" {new_lines(previous, code)} of its {len(code)} lines of code are not in [{before.upper().replace('_', '.')}]({before}.md)."
     escaped = [(name, where, what.replace("|", r"\|")) for name, where, what in names(source)]
     rows = "".join(f"| `{name}` | {where} | {what} |\n" for name, where, what in escaped)
-    return f"""# {rung.upper().replace("_", ".")}: the listing
+    return f"""---
+hide: [toc] # the file takes its place
+---
+
+# {rung.upper().replace("_", ".")}: the listing
 
 `{file}`, as it is run and measured.{new} [Its page](../{page_of(rung)}.md) says why it is so.
 

@@ -13,7 +13,7 @@ from worklog_pages import FOLDER, ROOT, TEXTS
 
 from tilewise import bench
 from tilewise.cli import ladder as command
-from tilewise.ladder.tracing import WORDS
+from tilewise.ladder.tracing import OF_GRADIENTS, WORDS
 from tilewise.machine.roofline import Shape, Tile, estimate
 from tilewise.machine.sheets import MACHINES
 from tilewise.masks import Causal, Full
@@ -163,7 +163,7 @@ def test_a_trace_is_read_as_it_is_drawn(found, name):
     root = ElementTree.parse(FOLDER / "traces" / f"{name}.svg").getroot()
     svg = "{http://www.w3.org/2000/svg}"
     shown = found["traces"][name]
-    assert set(shown["phases"]) <= set(WORDS.values()) and len(set(shown["phases"].values())) == len(shown["phases"])
+    assert set(shown["phases"]) <= {*WORDS.values(), *OF_GRADIENTS.values()} and len(set(shown["phases"].values())) == len(shown["phases"])
     axes = [each for each in root.iter(f"{svg}g") if each.get("id", "").startswith("axes_")]
     assert len(shown["panels"]) == len(axes) == 2
     for panel, group in zip(shown["panels"], axes, strict=True):

@@ -5,7 +5,7 @@ import ast
 import re
 
 import pytest
-from trace_pictures import cost_of_stamps, softmax_under
+from trace_pictures import cost_of_stamps, softmax_under, spent
 from worklog_pages import FOLDER, ROOT, TEXTS, blocks, excerpt_of
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -44,7 +44,15 @@ def of_traces() -> dict[str, set[str]]:
     found = {page: {f"{each} %" for of_one in share.values() for each in of_one.values()} for page, share in shares.items()}
     found["k7.md"] |= found["k6.md"]  # which it compares with
     found["k6.md"] |= {f"{cost_of_stamps(FOLDER / 'traces' / f'{name}.svg'):.0f} %" for name in ("k6", "k6-turns", "k6-overlap")}
+    found["backward.md"] = {f"{share} %" for name in BACKWARD for lane in phases(name).values() for share in lane.values()}
     return found
+
+
+BACKWARD = "b1", "b2", "b3"
+
+
+def phases(name: str) -> dict[str, dict[str, int]]:
+    return spent(FOLDER / "traces" / f"{name}.svg")
 
 
 TRACES = of_traces()
@@ -141,6 +149,13 @@ def test_pages_say_of_their_traces_what_the_pictures_show():
     low, high = sorted(each["products"] for each in turns.values())
     assert f"{low} to {high} % of a softmax lies under the other's products and none" in flat["k6.md"]
     assert {each["softmax"] for each in turns.values()} == {0} and f"it is {low} to {high} % under products" in flat["k7.md"]
+    of_b2, of_b3 = ({lane: each for lane, each in phases(name).items() if "consumer" in lane} for name in ("b2", "b3"))
+    (producer,) = [each for lane, each in phases("b2").items() if "producer" in lane]
+    low, high = sorted(each["waits for a tile"] for each in of_b2.values())
+    said = f"waits for an empty stage {producer['waits for an empty stage']} % of its time, and yet the consumers wait for a tile {low} and {high} %"
+    assert said in flat["backward.md"]
+    low, high = sorted(each["waits for its turn"] for each in of_b3.values())
+    assert f"waiting for turns is {low} and {high} %" in flat["backward.md"]
     for page, share in (("k7.md", k7), ("k8.md", k8)):
         first, second = ((each["softmax"], each["products"]) for each in (share[0], share[1]))
         assert f"{second[0]} % lie under consumer 0's, and {second[1]} % under its products" in flat[page]

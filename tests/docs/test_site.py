@@ -182,6 +182,33 @@ def test_no_page_is_wider_than_a_phone_or_without_an_end(built, tmp_path):
     assert not {page: charts for page, (*_, charts) in found.items() if charts}
 
 
+CUT = """<!doctype html><body><script>
+async function measure() {
+  const found = {};
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style.cssText = "width:1400px;height:800px;border:0";
+    await new Promise(done => { frame.onload = done; frame.src = page; document.body.append(frame); });
+    const code = [...frame.contentDocument.querySelectorAll("article pre > code")].filter(e => e.scrollWidth > e.clientWidth + 1);
+    found[page] = code.map(e => e.textContent.split("\\n").reduce((a, b) => a.length < b.length ? b : a));
+    frame.remove();
+  }
+  await fetch("/found", {method: "POST", body: JSON.stringify(found)});
+}
+measure();
+</script>"""
+
+
+@needs_chromium
+def test_no_code_is_cut_on_a_wide_screen(built, tmp_path):
+    """Excerpts and listings of sources too, whose lines have up to 150 columns; what tools write may scroll."""
+    pages = sorted(f"/{path.relative_to(built).as_posix()}" for path in built.rglob("index.html"))
+    (built / "cut.html").write_text(CUT.replace("PAGES", json.dumps(pages)), encoding="utf-8")
+    found = found_by(built, "cut.html", tmp_path / "profile")
+    assert found.keys() == set(pages)
+    assert not {page: lines for page, lines in found.items() if lines}
+
+
 CONTRAST = 4.5  # of letters and what they stand on, at least (WCAG 2.2, 1.4.3)
 LETTERS = """<!doctype html><body><script>
 async function measure() {

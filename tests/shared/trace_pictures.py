@@ -78,6 +78,17 @@ def softmax_under(picture: Path) -> dict[int, dict[str, int]]:
     return found
 
 
+def spent(picture: Path) -> dict[str, dict[str, int]]:
+    """By lane, in the steady state: how many % of its time each phase takes."""
+    (steady,) = [each for each in read(picture)[1] if each.name == "steady state"]
+    found: dict[str, dict[str, int]] = {}
+    for lane, spans in steady.lanes.items():
+        whole = sum(span.end - span.start for span in spans)
+        by_phase = {phase: sum(span.end - span.start for span in spans if span.phase == phase) for phase in {span.phase for span in spans}}
+        found[lane] = {phase: round(100 * us / whole) for phase, us in by_phase.items()}
+    return found
+
+
 def cost_of_stamps(picture: Path) -> float:
     """% of the time."""
     return float(re.search(r"stamps cost (-?[\d.]+) %", read(picture)[0])[1])
