@@ -56,9 +56,9 @@ class Gradients:
         bound, call, (bias, slopes, sink, rng, *packed) = self.bound, self.bound.like, extras
         sizes = {"seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "heads": bound.heads, "sink": sink}
         sizes |= {name: given[name] for name in ("lse", "delta")}
-        sizes["lse2"] = given["lse"] if bound.flags["MODIFIED"] else scratch(given["lse"].shape, torch.float32, bound.device)
         pairs, inputs = bound.batch * bound.heads, {name: given[name] for name in ("q", "k", "v", "d_o")}
         m_tiles = -(-call.seqlen_q // ROWS)
+        sizes["statistics"] = scratch((bound.batch, bound.heads, 2, m_tiles * ROWS), torch.float32, bound.device)
         if pairs * m_tiles:
             operands, d_lse = {name: given[name] for name in ("o", "d_o")}, given["d_lse"]
             run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None)

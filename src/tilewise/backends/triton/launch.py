@@ -38,7 +38,7 @@ NAMES = {
 OPERANDS = "q", "k", "v", "o", "d_o", "d_q", "d_k", "d_v", "x", "k_cache", "v_cache", "partial_o", "q8", "k8", "v8"
 POINTERS: dict[str, str | None] = dict.fromkeys(("bias", "d_bias", "sink", "cos", "sin", *OPERANDS))
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
-POINTERS |= dict.fromkeys(("lse", "lse2", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
+POINTERS |= dict.fromkeys(("lse", "statistics", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
 POINTERS |= dict.fromkeys(
     ("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k", "spoils"), "*i32"
 )
@@ -83,7 +83,7 @@ class Kernel:
             else:
                 types[name] = NUMBERS.get(name, "i64" if name.endswith(WIDE) else "i32")
             stride = any(name.startswith(f"{each}_") for each in OPERANDS) and types[name] in ("i32", "i64")
-            if (self.aligned and (name in OPERANDS or stride)) or (wide_bias and name in WITH_WIDE_BIAS):
+            if name == "statistics" or (self.aligned and (name in OPERANDS or stride)) or (wide_bias and name in WITH_WIDE_BIAS):
                 attributes[(place,)] = [["tt.divisibility", 16]]
         return types, attributes
 

@@ -16,12 +16,12 @@ from tilewise.backends.triton.kernels.visible import by_table, existing, interva
 
 @triton.jit
 def prepare(
-    o, d_o, d_lse, lse, sink, delta, lse2, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
+    o, d_o, d_lse, lse, sink, delta, statistics, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
     TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr, MODIFIED: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Of a row that is all its SINK's, dO counts for nothing, NaN or not.
-    lse2, likewise, unless scores are MODIFIED: LSE in base 2, and infinity for a row that sees nothing, as `probability` takes it.
-    Grid: m_tiles * batch * heads.
+    statistics (batch, heads, 2, `padded`): LSE as `probability` takes it, in base 2 unless scores are MODIFIED, and delta. Rows beyond the last see
+    nothing, so that tiles are loaded whole. Grid: m_tiles * batch * heads, of all rows.
     """
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
     b, h = pair // heads, pair % heads
@@ -41,15 +41,22 @@ def prepare(
     if D_LSE:
         found -= tl.load(d_lse + at, mask=rows < seqlen_q, other=0.0)
     tl.store(delta + at, found, mask=rows < seqlen_q)
-    if not MODIFIED:
-        natural = tl.load(lse + at, mask=rows < seqlen_q, other=0.0)
-        tl.store(lse2 + at, tl.where(natural == float("-inf"), float("inf"), natural * LOG2E), mask=rows < seqlen_q)
+    natural = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
+    statistics += pair.to(tl.int64) * (2 * padded(seqlen_q)) + rows
+    tl.store(statistics, natural if MODIFIED else tl.where(natural == float("-inf"), float("inf"), natural * LOG2E))
+    tl.store(statistics + padded(seqlen_q), found)
+
+
+@triton.jit
+def padded(seqlen_q):
+    """Rows of `prepare`'s statistics, those of its programs: whole tiles of queries of any size, loaded without masks, 8 bytes at a time."""
+    return (seqlen_q + 127) // 128 * 128
 
 
 @triton.jit
 def probability(x, lse, scale, MODIFIED: tl.constexpr, BASE_2: tl.constexpr):
     """exp(score - LSE) of q.k, or of a MODIFIED score, at most 1, as an LSE may be rounded down by much; rows that see nothing have an LSE of -inf,
-    and probabilities of 0. BASE_2: lse is `prepare`'s lse2.
+    and probabilities of 0. BASE_2: lse is in base 2, as `prepare` has it.
     """
     if not BASE_2:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
@@ -58,11 +65,14 @@ def probability(x, lse, scale, MODIFIED: tl.constexpr, BASE_2: tl.constexpr):
 
 
 @triton.jit
-def lse_of(lse, lse2, at, rows, seqlen_q, MASKED: tl.constexpr, BASE_2: tl.constexpr):
-    """LSE of the rows that lie `at` these places, as `probability` takes it; MASKED: some may be beyond the last, and see nothing."""
-    if BASE_2:
-        return tl.load(lse2 + at, mask=rows < seqlen_q, other=float("inf")) if MASKED else tl.load(lse2 + at)
-    return tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf")) if MASKED else tl.load(lse + at)
+def statistics_of(lse, delta, statistics, pair, queries, seqlen_q, CAREFUL: tl.constexpr):
+    """LSE, as `probability` takes it, and delta of a head's queries. CAREFUL: LSE itself."""
+    if CAREFUL:
+        at = tl.cast(pair, tl.int64) * seqlen_q + queries
+        there = queries < seqlen_q
+        return tl.load(lse + at, mask=there, other=float("-inf")), tl.load(delta + at, mask=there, other=0.0)
+    statistics += tl.cast(pair, tl.int64) * (2 * padded(seqlen_q)) + queries
+    return tl.load(statistics), tl.load(statistics + padded(seqlen_q))
 
 
 @triton.jit
@@ -144,7 +154,7 @@ def _visit_keys(
 
 @triton.jit
 def dq(
-    q, k, v, d_o, d_q, lse, delta, lse2, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    q, k, v, d_o, d_q, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
     d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
     bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale,
@@ -175,9 +185,7 @@ def dq(
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
-    at = pair.to(tl.int64) * seqlen_q + rows
-    lse_rows = lse_of(lse, lse2, at, rows, seqlen_q, True, not (MODIFIED or CAREFUL))
-    delta_rows = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+    lse_rows, delta_rows = statistics_of(lse, delta, statistics, pair, rows, seqlen_q, CAREFUL)
     if CAREFUL:  # not `d_q +=`, as in forward.py
         found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
         of_ds, _ = lost(lse_rows, delta_rows)
@@ -242,30 +250,28 @@ def dq(
 
 @triton.jit
 def _visit_queries(
-    d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
-    ref, bands, bitmaps, first, count, left, skip, heads_here, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row,
+    d_k, d_k_b, d_v, d_v_b, k, k_b, v, v_b, q, d_o, lse, delta, statistics, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k, begin, end,
+    ref, bands, bitmaps, first, count, left, skip, HEADS: tl.constexpr, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row,
     bias_column, pair, draw, keep_scale,
     MASKED: tl.constexpr, MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
     DIAGONALS: tl.constexpr, DROPOUT: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dK / scale and dV / keep_scale with `count` more tiles of queries of each of `heads_here` query heads, which share the keys."""
+    """dK / scale and dV / keep_scale with `count` more tiles of queries of each of HEADS query heads, which share the keys."""
     columns, dims, v_dims = tl.arange(0, TILE_M), tl.arange(0, DIM), tl.arange(0, V_DIM)
     there = existing(seqlen_q, end, MASKED, MASK)
-    for step in tl.range(0, count * heads_here, num_stages=STAGES):
-        head = step // count
-        i = step - head * count
+    for step in tl.range(0, count * HEADS, num_stages=STAGES):
+        head = step // count if HEADS > 1 else 0
+        i = step - head * count if HEADS > 1 else step
         m = (first + i + tl.where(i >= left, skip, 0)) * TILE_M
         queries, limit = m + columns, there - m
-        q_at = q + head.to(tl.int64) * q_head + m.to(tl.int64) * q_row
-        d_o_at = d_o + head.to(tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
-        at = (pair + head).to(tl.int64) * seqlen_q + queries
+        q_at = q + tl.cast(head, tl.int64) * q_head + m.to(tl.int64) * q_row
+        d_o_at = d_o + tl.cast(head, tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
         if BIAS:
-            of_head = bias + head.to(tl.int64) * bias_head
+            of_head = bias + tl.cast(head, tl.int64) * bias_head
             b_tile = bias_of(of_head, queries[None, :], rows[:, None], seqlen_q, seqlen_k, bias_row, bias_column)
-        lse_columns = lse_of(lse, lse2, at, queries, seqlen_q, MASKED, not (MODIFIED or CAREFUL))
-        delta_columns = tl.load(delta + at, mask=queries < seqlen_q, other=0.0) if MASKED else tl.load(delta + at)
+        lse_columns, delta_columns = statistics_of(lse, delta, statistics, pair + head, queries, seqlen_q, CAREFUL)
         q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
         d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
@@ -342,8 +348,8 @@ def _of_values(
 
 @triton.jit
 def dkdv(
-    q, k, v, d_o, d_k, d_v, lse, delta, lse2, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
-    d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+    q, k, v, d_o, d_k, d_v, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch,
+    d_o_head, d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
     seed, offset, threshold, drawn, every, first_head, keep_scale,
@@ -404,7 +410,7 @@ def dkdv(
                 first, count, ref = tl.load(runs + r * 4), tl.load(runs + r * 4 + 1) - tl.load(runs + r * 4), tl.load(runs + r * 4 + 2)
                 d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
                     d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q + tl.cast(head, tl.int64) * q_head,
-                    d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, lse2, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
+                    d_o + tl.cast(head, tl.int64) * d_o_head, lse, delta, statistics, q_head, q_row, d_o_head, d_o_row, rows, seqlen_q, seqlen_k,
                     rows, rows, ref, bands, bitmaps, first, count, count, 0, 1, scale, softcap, slopes + head if ALIBI else slopes,
                     diagonals, shift,
                     bias + tl.cast(head, tl.int64) * bias_head if BIAS else bias, bias_head, bias_row, bias_column, pair + head,
@@ -416,7 +422,7 @@ def dkdv(
         if CAREFUL:
             free, stop = last, last
         d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
-            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head,
+            d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, statistics, q_head, q_row, d_o_head,
             d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, first, last - stop + free - first, free - first,
             stop - free, GROUP, scale, softcap, slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
             True, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT,
@@ -424,7 +430,7 @@ def dkdv(
         )  # fmt: skip
         if not CAREFUL:
             d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b = _visit_queries(
-                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, lse2, q_head, q_row, d_o_head,
+                d_k_acc, d_k_acc_b, d_v_acc, d_v_acc_b, k_tile, k_tile_b, v_tile, v_tile_b, q, d_o, lse, delta, statistics, q_head, q_row, d_o_head,
                 d_o_row, rows, seqlen_q, seqlen_k, begin, end, 0, bands, bitmaps, free, stop - free, stop - free, 0, GROUP, scale, softcap,
                 slopes, diagonals, shift, bias, bias_head, bias_row, bias_column, pair, draw, keep_scale,
                 False, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
