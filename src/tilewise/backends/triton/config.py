@@ -356,7 +356,7 @@ MOST_ON_BLACKWELL = {"forward": (64, 32)}  # of compute capability 10, where sum
 
 def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config:
     """For kernels that change scores, draw random bits or load a bias for each pair."""
-    config = config._replace(registers=0) if weight == "pairs" else config  # with softcap or ALiBi as few hold them without spills
+    config = config._replace(registers=0) if weight == "pairs" else config  # with softcap or ALiBi as few suffice; never timed
     most = MOST.get(weight, {}).get(purpose)
     if most is None:
         return config

@@ -30,7 +30,7 @@ from tilewise.masks.tiles import lower
 from tilewise.problem import Call
 from tilewise.sm90 import jit
 
-WALKS, RUNNING = 256, 16  # of `_upwards`
+WALKS, RUNNING = 256, 16  # of `_walks`
 EXISTING = 2  # the row of `bands` after those of tables.py: keys and queries that exist
 
 
@@ -48,10 +48,10 @@ class Columns(NamedTuple):
 class Visits:
     """Any other mask, int32, likewise.
 
-    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], one after another (`_walks`).
-    The tile is masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by
+    Block n of the keys visits under plane p the tiles of queries visits[i, 0], spans[p, n, 0] <= i < spans[p, n, 1], one after another (`_walks`);
+    at the rows visits[i, 3] they ascend, by which a tile is found. The tile is masked by bitmaps[ref] for ref = visits[i, 1] >= 0, else by
     bands[-1 - ref], for which keys are the rows and queries the columns; all of it is seen for bands[EVERYTHING]. Of the blocks that visit it,
-    visits[i, 2] have a smaller number than this one. The block's tiles ascend at the rows visits[i, 3] of `visits`, by which a tile is found.
+    visits[i, 2] have a smaller number than this one.
     """
 
     visits: Tensor  # (visits, 4)
