@@ -288,6 +288,9 @@ def test_ascending_heads_take_turns_as_far_as_the_cache_holds_them(mask_kind, he
         ("causal", 16, 1, 1 << 15, (14, 2)),
         ("varlen", 8, 4, 1 << 17, (plan.NONE_ASCENDS, 8)),
         ("varlen", 21, 2, 4096, (plan.NONE_ASCENDS, 11)),
+        ("full", 16, 1, 1 << 15, (0, 8)),
+        ("full", 16, 1, 1 << 16, (0, 2)),
+        ("full", 8, 4, 1 << 16, (0, 1)),
     ],
 )
 def test_heads_descend_where_the_cache_does_not_hold_one_or_a_group_shares_keys(mask_kind, heads, group, seqlen, expected):
