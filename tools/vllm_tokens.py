@@ -31,10 +31,24 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VL
 def save(model: str, folder: Path) -> None:
     """A random model of that kind, the same in every run."""
     import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    if model == "llama":
+    if model == "deepseek":  # latent heads of 512 + 64, of a GPU's benchmark alone; no experts
+        sizes = SIZES | {"num_key_value_heads": 16, "head_dim": 64}
+        heads = {
+            "num_attention_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        }
+        dense = {"first_k_dense_replace": SIZES["num_hidden_layers"]}
+        DeepseekV2ForCausalLM(
+            DeepseekV2Config(hidden_size=512, intermediate_size=1024, tie_word_embeddings=False, **heads, **dense, **sizes)
+        ).save_pretrained(folder)
+    elif model == "llama":
         LlamaForCausalLM(
             LlamaConfig(hidden_size=512, intermediate_size=1024, num_attention_heads=8, tie_word_embeddings=False, **SIZES)
         ).save_pretrained(folder)

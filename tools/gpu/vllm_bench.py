@@ -2,6 +2,7 @@
 
     python tools/gpu/vllm_bench.py --out rows.jsonl                        CUSTOM (tilewise), FLASH_ATTN and TRITON_ATTN
     python tools/gpu/vllm_bench.py --parts decode --sequences 1,16 --lengths 1024,8192
+    python tools/gpu/vllm_bench.py --parts agree --model deepseek --backends TRITON_MLA,LATENT        latent heads, LATENT by tilewise
 
 It needs vLLM 0.26.0 and transformers. Each backend has a process of its own, and each row is one JSON line. Parts:
 
@@ -36,6 +37,7 @@ REQUESTS, LONGEST = 64, 900
 TOKENS, FIRST, LAST = 64, 16, 4  # of a sequence, and how many steps at either end are not timed
 TURNS = 3
 PAGE = 64  # the largest that a backend has here
+LATENT = "FLASH_ATTN_MLA"  # whose place tilewise takes for latent heads
 OF_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32000,
 }  # fmt: skip
@@ -51,6 +53,7 @@ def main() -> int:
         "--backends", default="FLASH_ATTN,CUSTOM,TRITON_ATTN", help="the first is the one to compare with; default: %(default)s"
     )
     parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--model", default="llama", choices=("llama", "deepseek"), help="of the part `agree` (default: %(default)s)")
     parser.add_argument("--ways", default="eager,graphs", help="of the part `agree`; default: %(default)s")
     parser.add_argument("--layers", type=int, default=8, help="of the 8B model's 32 (default: %(default)s)")
     parser.add_argument("--sequences", type=numbers, default=[1, 16, 64, 256], metavar="N,...")
@@ -85,7 +88,7 @@ def main() -> int:
 def child(backend: str, part: str, eager: bool, options: argparse.Namespace) -> int:
     folder = Path(options.models)
     if part == "agree":
-        said = agree(engine(small_model(folder), backend, eager, options.dtype, 2048, 2048))
+        said = agree(engine(small_model(folder, options.model), backend, eager, options.dtype, 2048, 2048))
         (folder / f"{backend}.{'eager' if eager else 'graphs'}.json").write_text(json.dumps(said))
         return 0
     llm = engine(
@@ -107,10 +110,11 @@ def engine(model: Path, backend: str, eager: bool, dtype: str, batched: int, lon
     if backend.startswith("CPU"):  # a rehearsal: the CPU's platform takes no name
         os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TILEWISE_VLLM_CPU": str(int(backend == "CPU"))}
     else:
-        given["attention_backend"] = backend
+        given["attention_backend"] = LATENT if backend == "LATENT" else backend
+        os.environ |= {"TILEWISE_VLLM_MLA": "1"} if backend == "LATENT" else {}
         if not dummy:  # a small model, which may share its GPU
             given |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 4 << 30}
-    if backend in ("CPU", "CUSTOM"):
+    if backend in ("CPU", "CUSTOM", "LATENT"):
         from tilewise.compat import vllm as plugin
 
         plugin.register()
@@ -120,12 +124,12 @@ def engine(model: Path, backend: str, eager: bool, dtype: str, batched: int, lon
     )  # fmt: skip
 
 
-def small_model(folder: Path) -> Path:
+def small_model(folder: Path, name: str) -> Path:
     import vllm_tokens
 
-    if not (folder / "llama").exists():
-        vllm_tokens.save("llama", folder / "llama")
-    return folder / "llama"
+    if not (folder / name).exists():
+        vllm_tokens.save(name, folder / name)
+    return folder / name
 
 
 def large_model(folder: Path, options: argparse.Namespace) -> Path:
@@ -177,7 +181,12 @@ def compare(folder: Path, backend: str, way: str, options: argparse.Namespace) -
             if token != own:
                 break
             alike, apart = alike + 1, max(apart, abs(logprob - its))
-    row = {"tokens": sum(map(len, base)), "before_the_first_difference": alike, "largest_difference_of_logprobs": apart}
+    row = {
+        "model": options.model,
+        "tokens": sum(map(len, base)),
+        "before_the_first_difference": alike,
+        "largest_difference_of_logprobs": apart,
+    }
     keep({"part": "agree", "backend": backend, "way": way, "of": f"{first}.{first_way}", "dtype": options.dtype, **row}, options)
 
 
