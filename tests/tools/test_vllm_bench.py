@@ -57,7 +57,7 @@ def test_what_is_said_is_compared_up_to_the_first_difference(bench, monkeypatch,
     said = {"A.eager": [[(5, -1.0), (6, -2.0)], [(1, -1.0)]], "B.graphs": [[(5, -1.25), (7, -9.0)], [(1, -1.125)]]}
     for name, tokens in said.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(tokens))
-    options = Namespace(backends="A,B", ways="eager,graphs", dtype="bfloat16")
+    options = Namespace(model="llama", backends="A,B", ways="eager,graphs", dtype="bfloat16")
     bench.compare(tmp_path, "A", "eager", options)
     bench.compare(tmp_path, "B", "graphs", options)
     assert [(row["backend"], row["way"], row["tokens"], row["before_the_first_difference"]) for row in kept] == [
