@@ -38,20 +38,23 @@ MULTIPLIES = {
 }
 MOST_STACK = 96  # bytes a thread, of what SPILLS lists for NVIDIA and CDNA; up to 40 are of what stands behind the loops (`spoils`)
 SPILLS = {
+    "sm_100 dkdv float32 128 band plain": 8,
     "sm_100 dq bfloat16 128 tiles scores": 64,
-    "sm_120 dkdv bfloat16 128 band dropout": 56,
-    "sm_120 dkdv bfloat16 256 band plain": 16,
-    "sm_120 dkdv float32 128 band plain": 8,
+    "sm_120 dkdv bfloat16 192 band plain": 8,
+    "sm_120 dkdv bfloat16 256 band plain": 32,
+    "sm_120 dkdv float32 128 band plain": 24,
     "sm_120 dq bfloat16 192 band plain": 48,
     "sm_120 forward bfloat16 128 band fp8": 80,
     "sm_120 forward bfloat16 128 tiles int8+scores": 48,
     "sm_120 forward bfloat16 128 tiles scores": 64,
     "sm_120 forward bfloat16 192 band int8": 16,
     "sm_120 forward bfloat16 192 band plain": 16,
-    "sm_80 dkdv bfloat16 256 band plain": 8,
-    "sm_80 dkdv bfloat16 64 band plain": 48,
+    "sm_80 dkdv bfloat16 128 tiles scores": 24,
+    "sm_80 dkdv bfloat16 256 band plain": 24,
+    "sm_80 dkdv bfloat16 40 band plain unaligned": 8,
+    "sm_80 dkdv bfloat16 64 band plain": 40,
     "sm_80 dkdv float16 96 varlen plain": 40,
-    "sm_80 dkdv float32 128 band plain": 24,
+    "sm_80 dkdv float32 128 band plain": 80,
     "sm_80 dq bfloat16 128 band plain": 48,
     "sm_80 dq bfloat16 128 tiles scores": 96,
     "sm_80 dq bfloat16 192 band plain": 32,
@@ -69,10 +72,11 @@ SPILLS = {
     "sm_86 dq bfloat16 128 band plain": 48,
     "sm_89 decode float32 192 chunk plain": 8,
     "sm_89 decode float32 64 chunk plain": 16,
-    "sm_89 dkdv bfloat16 128 band dropout": 32,
+    "sm_89 dkdv bfloat16 128 band dropout": 16,
+    "sm_89 dkdv bfloat16 128 tiles scores": 24,
     "sm_89 dkdv bfloat16 256 band plain": 16,
     "sm_89 dkdv bfloat16 64 band plain": 8,
-    "sm_89 dkdv float32 128 band plain": 96,
+    "sm_89 dkdv float32 128 band plain": 8,
     "sm_89 dq bfloat16 128 band plain": 48,
     "sm_89 dq bfloat16 192 band plain": 24,
     "sm_89 dq bfloat16 256 band plain": 8,
@@ -85,13 +89,12 @@ SPILLS = {
     "sm_89 forward bfloat16 64 band plain": 24,
     "sm_90 decode bfloat16 576 one e4m3+rows": 8,
     "sm_90 decode float32 96 chunk int8+paged": 8,
-    "sm_90 dkdv bfloat16 128 band bias": 32,
-    "sm_90 dkdv bfloat16 128 band dropout": 24,
-    "sm_90 dkdv bfloat16 128 band part": 40,
-    "sm_90 dkdv bfloat16 128 band plain": 40,
-    "sm_90 dkdv bfloat16 128 tiles scores": 80,
-    "sm_90 dkdv bfloat16 192 band plain": 8,
-    "sm_90 dkdv float32 128 band plain": 56,
+    "sm_90 dkdv bfloat16 128 band bias": 24,
+    "sm_90 dkdv bfloat16 128 band dropout": 40,
+    "sm_90 dkdv bfloat16 128 band part": 48,
+    "sm_90 dkdv bfloat16 128 band plain": 56,
+    "sm_90 dkdv bfloat16 192 band plain": 16,
+    "sm_90 dkdv float32 128 band plain": 48,
     "sm_90 dq bfloat16 128 band bias": 24,
     "sm_90 dq bfloat16 128 band dropout": 88,
     "sm_90 dq bfloat16 128 band part": 88,
@@ -106,14 +109,12 @@ SPILLS = {
     "sm_90 forward bfloat16 64 window plain": 8,
 }
 SPILLS_MORE = {
-    "sm_100 dkdv bfloat16 128 tiles scores": 288,
-    "sm_80 dkdv bfloat16 40 band plain unaligned": 160,
+    "sm_100 dkdv bfloat16 128 tiles scores": 240,
     "sm_80 forward bfloat16 192 band plain": 120,
     "sm_80 prepare bfloat16 512 band plain": 128,
     "sm_89 decode float32 256 chunk plain": 128,
     "sm_89 decode float32 256 one plain": 128,
     "sm_89 dq bfloat16 128 tiles scores": 104,
-    "sm_90 dkdv bfloat16 40 band plain unaligned": 320,
     "sm_90 dq bfloat16 40 band plain unaligned": 120,
     "sm_90 forward bfloat16 128 band largest": 112,
     "sm_90 forward bfloat16 128 band plain": 112,
@@ -127,14 +128,14 @@ RDNA_SPILLS = {
     "gfx1100 decode bfloat16 576 one e4m3+rows": 2620,
     "gfx1100 decode bfloat16 576 one plain": 832,
     "gfx1100 decode float32 128 chunk plain": 36,
-    "gfx1100 dkdv bfloat16 128 band bias": 700,
-    "gfx1100 dkdv bfloat16 128 band dropout": 784,
-    "gfx1100 dkdv bfloat16 128 band plain": 744,
+    "gfx1100 dkdv bfloat16 128 band bias": 716,
+    "gfx1100 dkdv bfloat16 128 band dropout": 796,
+    "gfx1100 dkdv bfloat16 128 band plain": 692,
     "gfx1100 dkdv bfloat16 128 tiles scores": 68,
-    "gfx1100 dkdv bfloat16 192 band plain": 1560,
-    "gfx1100 dkdv bfloat16 256 band plain": 2116,
-    "gfx1100 dkdv bfloat16 512 band plain": 4720,
-    "gfx1100 dkdv float32 128 band plain": 924,
+    "gfx1100 dkdv bfloat16 192 band plain": 1600,
+    "gfx1100 dkdv bfloat16 256 band plain": 2172,
+    "gfx1100 dkdv bfloat16 512 band plain": 4676,
+    "gfx1100 dkdv float32 128 band plain": 848,
     "gfx1100 dq bfloat16 128 band bias": 784,
     "gfx1100 dq bfloat16 128 band dropout": 736,
     "gfx1100 dq bfloat16 128 band plain": 608,
@@ -150,6 +151,7 @@ RDNA_SPILLS = {
     "gfx1100 forward bfloat16 512 band plain": 1852,
     "gfx1100 forward float32 128 band plain": 688,
 }
+SPILLED = {"gfx90a dkdv bfloat16 128 band plain": 1}  # registers, without a stack: to accumulation registers
 LISTED = SPILLS | SPILLS_MORE | RDNA_SPILLS
 """Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them so; others wait
 for one, or are rare (unaligned tensors, `prepare` of a head_dim of 512). RDNA_SPILLS: RDNA3 has 256 registers, which operands of 128 columns fill.
@@ -175,7 +177,7 @@ def wrong_with(case: Case, facts: Facts) -> list[str]:
     if not case.kernel.startswith(AGAIN):  # which returns before it needs registers, but where NaN is
         if facts.stack > LISTED.get(case.name, 0):
             found.append(f"{facts.stack} bytes of stack a thread")
-        if facts.spilled and case.name not in RDNA_SPILLS:
+        if facts.spilled > SPILLED.get(case.name, 0) and case.name not in RDNA_SPILLS:
             found.append(f"{facts.spilled} registers spilled")
     if facts.shared > case.target.shared_bytes:
         found.append(f"{facts.shared} bytes of shared memory, of {case.target.shared_bytes}")
@@ -212,6 +214,7 @@ def test_the_table_is_of_the_inventory():
 def test_every_exception_is_needed():
     stacks = {name: TABLE[name]["facts"]["stack"] for name in LISTED}
     assert stacks == LISTED and all(stacks.values())
+    assert SPILLED == {name: TABLE[name]["facts"]["spilled"] for name in SPILLED}
     assert max(SPILLS.values()) <= MOST_STACK and all(Target(name.split()[0]).family == "rdna" for name in RDNA_SPILLS)
 
 

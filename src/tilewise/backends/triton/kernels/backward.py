@@ -265,23 +265,23 @@ def _visit_queries(
         head = step // count if HEADS > 1 else 0
         i = step - head * count if HEADS > 1 else step
         m = (first + i + tl.where(i >= left, skip, 0)) * TILE_M
-        queries, limit = m + columns, there - m
-        q_at = q + tl.cast(head, tl.int64) * q_head + m.to(tl.int64) * q_row
-        d_o_at = d_o + tl.cast(head, tl.int64) * d_o_head + m.to(tl.int64) * d_o_row
+        queries = m + columns
+        wide = queries.to(tl.int64)  # so that no thread keeps an address for each row that it loads
+        q_at, d_o_at = q + tl.cast(head, tl.int64) * q_head, d_o + tl.cast(head, tl.int64) * d_o_head
         if BIAS:
             of_head = bias + tl.cast(head, tl.int64) * bias_head
             b_tile = bias_of(of_head, queries[None, :], rows[:, None], seqlen_q, seqlen_k, bias_row, bias_column)
         lse_columns, delta_columns = statistics_of(lse, delta, statistics, pair + head, queries, seqlen_q, CAREFUL)
-        q_tile = load_rows(q_at, columns, q_row, dims, limit, 0 if DIM_B else CUT, MASKED)
+        q_tile = load_rows(q_at, wide, q_row, dims, there, 0 if DIM_B else CUT, MASKED)
         x = dot(k, tl.trans(q_tile), tl.zeros([TILE_N, TILE_M], tl.float32), BF16_PARTS, EMULATED)
-        d_o_tile = load_rows(d_o_at, columns, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, MASKED)
+        d_o_tile = load_rows(d_o_at, wide, d_o_row, v_dims, there, 0 if V_DIM_B else V_CUT, MASKED)
         d_o_tile_b = d_o_tile
         if V_DIM_B:
-            d_o_tile_b = load_rows(d_o_at + V_DIM, columns, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, MASKED)
+            d_o_tile_b = load_rows(d_o_at + V_DIM, wide, d_o_row, tl.arange(0, V_DIM_B), there, V_CUT, MASKED)
         if not BIAS:
             d_p = _of_values(v, v_b, d_o_tile, d_o_tile_b, TILE_N, TILE_M, V_DIM_B, BF16_PARTS, EMULATED)
         if DIM_B:
-            q_tile_b = load_rows(q_at + DIM, columns, q_row, tl.arange(0, DIM_B), limit, CUT, MASKED)
+            q_tile_b = load_rows(q_at + DIM, wide, q_row, tl.arange(0, DIM_B), there, CUT, MASKED)
             x = dot(k_b, tl.trans(q_tile_b), x, BF16_PARTS, EMULATED)
         bend = 1.0
         if MODIFIED:
