@@ -92,7 +92,7 @@ SPILLS = {
     "sm_90 dkdv bfloat16 128 band bias": 24,
     "sm_90 dkdv bfloat16 128 band dropout": 40,
     "sm_90 dkdv bfloat16 128 band part": 48,
-    "sm_90 dkdv bfloat16 128 band plain": 56,
+    "sm_90 dkdv bfloat16 128 band plain": 16,
     "sm_90 dkdv bfloat16 192 band plain": 16,
     "sm_90 dkdv float32 128 band plain": 48,
     "sm_90 dq bfloat16 128 band bias": 24,

@@ -238,7 +238,7 @@ def _side_by_side(config: Config, heads: int, group: int, seqlen_q: int, gpu: Gp
     2026-11-22: lab/rows/, backward-adders-h200.jsonl, runs 1 to 5, and backward-neighbours-h200.jsonl, run 2; LONG: backward-long-h200.jsonl.
     """
     read = _read(config, group, seqlen_q)
-    again = gpu.again if read < LONG else AGAIN[0][1]
+    again = gpu.again if read < LONG else AGAIN[0][1]  # no cache holds a head: as few at a time as the smallest one wants
     apart = math.isqrt(again * gpu.num_sms // read)  # n heads have num_sms / n blocks each, and read n / num_sms of n heads meanwhile
     most = max(1, min(gpu.num_sms // NEIGHBOURS, apart), AT_HAND // read)
     return -(-heads // -(-heads // most))
