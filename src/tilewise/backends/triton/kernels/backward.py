@@ -10,17 +10,17 @@ import triton.language as tl
 
 from tilewise.backends.triton.kernels.careful import lost, mended, not_finite, set_apart, spoiled, unexplained
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
-from tilewise.backends.triton.kernels.scores import LOG2E, bias_of, distance, kept, modify
+from tilewise.backends.triton.kernels.scores import LOG2E, bias_of, kept, scored
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
 @triton.jit
 def prepare(
     o, d_o, d_lse, lse, sink, delta, statistics, o_batch, o_head, o_row, d_o_batch, d_o_head, d_o_row, seqlen_q, heads, m_tiles,
-    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr, MODIFIED: tl.constexpr,
+    TILE_M: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, D_LSE: tl.constexpr, SINK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """delta (batch, heads, seqlen_q): the sum of dO O over a row, less dLSE. Of a row that is all its SINK's, dO counts for nothing, NaN or not.
-    statistics (batch, heads, 2, `padded`): LSE as `probability` takes it, in base 2 unless scores are MODIFIED, and delta. Rows beyond the last see
+    statistics (batch, heads, 2, `padded`): LSE as `probability` takes it, in base 2 but with a BIAS, and delta. Rows beyond the last see
     nothing, so that tiles are loaded whole. Grid: m_tiles * batch * heads, of all rows.
     """
     pair, m = tl.program_id(0) // m_tiles, tl.program_id(0) % m_tiles
@@ -43,7 +43,7 @@ def prepare(
     tl.store(delta + at, found, mask=rows < seqlen_q)
     natural = tl.load(lse + at, mask=rows < seqlen_q, other=float("-inf"))
     statistics += pair.to(tl.int64) * (2 * padded(seqlen_q)) + rows
-    tl.store(statistics, natural if MODIFIED else tl.where(natural == float("-inf"), float("inf"), natural * LOG2E))
+    tl.store(statistics, natural if BIAS else tl.where(natural == float("-inf"), float("inf"), natural * LOG2E))
     tl.store(statistics + padded(seqlen_q), found)
 
 
@@ -54,13 +54,13 @@ def padded(seqlen_q):
 
 
 @triton.jit
-def probability(x, lse, scale, MODIFIED: tl.constexpr, BASE_2: tl.constexpr):
-    """exp(score - LSE) of q.k, or of a MODIFIED score, at most 1, as an LSE may be rounded down by much; rows that see nothing have an LSE of -inf,
-    and probabilities of 0. BASE_2: lse is in base 2, as `prepare` has it.
+def probability(x, factor, lse, NATURAL: tl.constexpr, BASE_2: tl.constexpr):
+    """exp(score - LSE) of x and factor as `scored` has them, at most 1, as an LSE may be rounded down by much; rows that see nothing have an LSE of
+    -inf, and probabilities of 0. BASE_2: lse is in base 2, as `prepare` has it.
     """
     if not BASE_2:
         lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    y = (x - lse) * LOG2E if MODIFIED else x * (scale * LOG2E) - (lse if BASE_2 else lse * LOG2E)
+    y = (x - lse) * LOG2E if NATURAL else x * factor - (lse if BASE_2 else lse * LOG2E)
     return tl.math.exp2(tl.minimum(y, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -84,14 +84,8 @@ def d_scores(
     """dS of a tile (queries, keys) from the products q.k and dO.v, with BIAS and its tile of the bias: P (dP - delta), 0 where hidden. CAPPED: before
     the softcap, without scale.
     """
-    bend = 1.0
-    if MODIFIED:
-        x, bend = modify(x, scale, softcap, SOFTCAP)
-        if BIAS:
-            x += b_tile.to(tl.float32)
-        if ALIBI:
-            x -= slope * distance(rows[:, None], keys[None, :], diagonal)
-    p = probability(x, lse[:, None], scale, MODIFIED, BASE_2)
+    x, factor, bend = scored(x, scale, softcap, b_tile, slope, rows[:, None], keys[None, :], diagonal, MODIFIED, SOFTCAP, BIAS, ALIBI)
+    p = probability(x, factor, lse[:, None], BIAS, BASE_2)
     if DROPOUT:
         blocks = tl.min(keys, 0) // 4 + tl.arange(0, TILE_N // 4)
         keep = kept(rows, blocks, pair, draw, TILE_M, TILE_N // 4)
@@ -139,7 +133,7 @@ def _visit_keys(
             sees = sees & (lse != float("-inf"))[:, None]
         d_s = d_scores(
             x, d_p, lse, delta, sees, rows, keys, scale, softcap, slope, diagonal, b_tile, pair, draw, keep_scale,
-            MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True, not (MODIFIED or CAREFUL),
+            MASKED, MODIFIED, SOFTCAP, BIAS, ALIBI, DROPOUT, TILE_M, TILE_N, True, not (BIAS or CAREFUL),
         )  # fmt: skip
         if CAREFUL:
             acc, k_tile = set_apart(acc, d_s, sees, k_tile, EMULATED)
@@ -268,6 +262,7 @@ def _visit_queries(
         queries = m + columns
         wide = queries.to(tl.int64)  # so that no thread keeps an address for each row that it loads
         q_at, d_o_at = q + tl.cast(head, tl.int64) * q_head, d_o + tl.cast(head, tl.int64) * d_o_head
+        b_tile = 0.0
         if BIAS:
             of_head = bias + tl.cast(head, tl.int64) * bias_head
             b_tile = bias_of(of_head, queries[None, :], rows[:, None], seqlen_q, seqlen_k, bias_row, bias_column)
@@ -283,17 +278,13 @@ def _visit_queries(
         if DIM_B:
             q_tile_b = load_rows(q_at + DIM, wide, q_row, tl.arange(0, DIM_B), there, CUT, MASKED)
             x = dot(k_b, tl.trans(q_tile_b), x, BF16_PARTS, EMULATED)
-        bend = 1.0
-        if MODIFIED:
-            x, bend = modify(x, scale, softcap, SOFTCAP)
-            if BIAS:
-                x += b_tile.to(tl.float32)
-            if ALIBI:
-                diagonal = shift
-                if DIAGONALS:
-                    diagonal = tl.load(diagonals + queries, mask=queries < seqlen_q, other=0)[None, :]
-                x -= tl.load(slopes + head) * distance(queries[None, :], rows[:, None], diagonal)
-        p = probability(x, lse_columns[None, :], scale, MODIFIED, not (MODIFIED or CAREFUL))
+        slope, diagonal = tl.load(slopes + head) if ALIBI else 0.0, shift
+        if DIAGONALS:
+            diagonal = tl.load(diagonals + queries, mask=queries < seqlen_q, other=0)[None, :]
+        x, factor, bend = scored(
+            x, scale, softcap, b_tile, slope, queries[None, :], rows[:, None], diagonal, MODIFIED, SOFTCAP, BIAS, ALIBI
+        )
+        p = probability(x, factor, lse_columns[None, :], BIAS, not (BIAS or CAREFUL))
         if MASKED:
             if MASK == "tiles":
                 sees = by_table(ref, bands, bitmaps, rows, queries, tl.arange(0, TILE_N), columns, TILE_N, TILE_M)

@@ -11,7 +11,7 @@ from tilewise.backends.triton.kernels.careful import set_apart
 from tilewise.backends.triton.kernels.documents import document_of
 from tilewise.backends.triton.kernels.products import dot, gather, narrow, scatter, widened
 from tilewise.backends.triton.kernels.rotation import turned
-from tilewise.backends.triton.kernels.scores import LN2, LOG2E, distance, joined, modify, online, settled
+from tilewise.backends.triton.kernels.scores import LN2, LOG2E, joined, online, scored, settled
 from tilewise.backends.triton.kernels.shares import FARTHEST, held, place_of
 
 
@@ -73,16 +73,14 @@ def _visit(
             if K_BITS != "":
                 k_tile_b = widened(k_tile_b, of_k, q.dtype, K_BITS == "e4m3", EMULATED)
             x = dot(q_b, k_tile_b, x, BF16_PARTS, EMULATED)
-        if MODIFIED:
-            x, _ = modify(x, scale, softcap, SOFTCAP)
-            if ALIBI:
-                x -= slope[:, None] * distance(position[:, None], place_of(keys, RANK, WORLD, RUN)[None, :], 0)
+        places = place_of(keys, RANK, WORLD, RUN)
+        x, factor, _ = scored(x, scale, softcap, 0.0, slope, position[:, None], places[None, :], 0, MODIFIED, SOFTCAP, False, ALIBI)
         sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
         if TREE:
-            row, column = position - oldest, place_of(keys, RANK, WORLD, RUN) - oldest
+            row, column = position - oldest, places - oldest
             known = sees & (row >= 0)[:, None] & (column >= 0)[None, :]
             sees = sees & (tl.load(tree + row[:, None] * new + column[None, :], mask=known, other=1) != 0)
-        p, fading, total, top = online(tl.where(sees, x, float("-inf")), scale, top, total, MODIFIED)
+        p, fading, total, top = online(tl.where(sees, x, float("-inf")), factor, top, total, False)
         v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
         if V_BITS != "":
             of_v = _scales(v_scale, (page * scale_v_page + place * scale_v_row)[:, None], exists[:, None], V_SCALE)
@@ -206,7 +204,7 @@ def decode(
             v_scale += tl.minimum(b, batch - 1).to(tl.int64) * scale_v_page
     if TREE:
         tree += b.to(tl.int64) * tree_batch
-    slope = tl.load(slopes + b * slopes_batch + h, mask=shown, other=0.0) if ALIBI else scale
+    slope = tl.load(slopes + b * slopes_batch + h, mask=shown, other=0.0)[:, None] if ALIBI else scale
 
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
     q_tile = _queries(
@@ -236,8 +234,7 @@ def decode(
                 K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
                 RANK, WORLD, RUN, 1,
             )  # fmt: skip
-    if not MODIFIED:
-        top = top * LN2
+    top = top * LN2
     if SINK:
         heirs = tl.where((b < batch) & (split == 0), queries, 0)  # one part has the sink
         more = tl.load(sink + h, mask=exists & (token < heirs), other=float("-inf"))

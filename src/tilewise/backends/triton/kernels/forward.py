@@ -9,7 +9,7 @@ import triton.language as tl
 from tilewise.backends.triton.kernels import eight_bits
 from tilewise.backends.triton.kernels.careful import mended, not_finite, set_apart, spoiled
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
-from tilewise.backends.triton.kernels.scores import LN2, bias_of, distance, joined, kept, modify, online, settled
+from tilewise.backends.triton.kernels.scores import LN2, bias_of, joined, kept, online, scored, settled
 from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
 
 
@@ -40,8 +40,7 @@ def _visit(
         n = (first + i + tl.where(i >= left, skip, 0)) * TILE_N
         keys, limit = n + columns, there - n
         k_at, v_at = k + n.to(tl.int64) * k_row, v + n.to(tl.int64) * v_row
-        if BIAS:
-            b_tile = bias_of(bias, rows[:, None], keys[None, :], seqlen_q, seqlen_k, bias_row, bias_column)
+        b_tile = bias_of(bias, rows[:, None], keys[None, :], seqlen_q, seqlen_k, bias_row, bias_column) if BIAS else 0.0
         k_tile = load_columns(k_at, columns, k_row, dims, limit, 0 if DIM_B else CUT, MASKED)
         if EIGHT:
             parts: tl.constexpr = 2 if DIM_B else 1
@@ -54,19 +53,14 @@ def _visit(
             x = dot(q, k_tile, tl.zeros([TILE_M, TILE_N], tl.float32), BF16_PARTS, EMULATED)
             if DIM_B:
                 x = dot(q_b, load_columns(k_at + DIM, columns, k_row, tl.arange(0, DIM_B), limit, CUT, MASKED), x, BF16_PARTS, EMULATED)
-        if MODIFIED:
-            x, _ = modify(x, scale, softcap, SOFTCAP)
-            if BIAS:
-                x += b_tile.to(tl.float32)
-            if ALIBI:
-                x -= slope * distance(rows[:, None], keys[None, :], diagonal)
+        x, factor, _ = scored(x, scale, softcap, b_tile, slope, rows[:, None], keys[None, :], diagonal, MODIFIED, SOFTCAP, BIAS, ALIBI)
         if MASKED:
             if MASK == "tiles":
                 sees = by_table(ref, bands, bitmaps, rows, keys, tl.arange(0, TILE_M), columns, TILE_M, TILE_N)
             else:
                 sees = (keys[None, :] >= begin[:, None]) & (keys[None, :] < end[:, None])
             x = tl.where(sees, x, float("-inf"))
-        p, fading, total, top = online(x, scale, top, total, MODIFIED)
+        p, fading, total, top = online(x, factor, top, total, BIAS)
         if DROPOUT:
             blocks = n // 4 + tl.arange(0, TILE_N // 4)
             p = tl.where(kept(rows, blocks, pair, draw, TILE_M, TILE_N // 4), p, 0.0)
@@ -189,7 +183,7 @@ def forward(
     if not CAREFUL:
         tl.store(spoils + tl.program_id(0), tl.max(not_finite(acc, acc_b, V_DIM_B > 0)))
     dead = (top == float("-inf")) & (total == 0.0)  # all scores are -inf, and none is NaN
-    if not MODIFIED:
+    if not BIAS:
         top = top * LN2
     if EIGHT and not SOFTCAP:
         top = tl.where(total == 0.0, top, top + scales[1])

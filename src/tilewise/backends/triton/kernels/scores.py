@@ -10,10 +10,15 @@ LARGEST = tl.constexpr(1e38)
 
 @triton.jit
 def tanh(x):
-    """To a few units in the last place everywhere, which LSE needs. The series: 4e-8 (least squares, reweighted to the minimax, in fp64)."""
+    """Of a tile, to a few units in the last place everywhere, which LSE needs. The series: 4e-8 (least squares, reweighted to the minimax, in fp64).
+    The rest, 1 - 2 / (1 + exp(2 x)), is left out where the whole tile is small. It takes a reciprocal root, as a quotient is four operations more.
+    """
     z = x * x
     series = x + x * (z * (-0.33332947 + z * (0.13320725 + z * (-0.05267181 + z * 0.01643758))))
-    return tl.where(tl.abs(x) < 0.55, series, 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E))))
+    if not tl.max(tl.max(tl.abs(x), 1), 0) < 0.55:  # NaN counts as large
+        root = tl.math.rsqrt(1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
+        series = tl.where(tl.abs(x) < 0.55, series, 1.0 - 2.0 * (root * root))
+    return series
 
 
 @triton.jit
@@ -23,13 +28,27 @@ def distance(rows, columns, diagonal):
 
 
 @triton.jit
-def modify(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """q.k as a score before bias and ALiBi, and the softcap's derivative (1.0 without one)."""
-    x, derivative = s * scale, 1.0
-    if SOFTCAP:
-        t = tanh(s * tl.minimum(tl.maximum(scale / softcap, -LARGEST), LARGEST).to(tl.float32))  # 0 times infinity is no score
-        x, derivative = t * softcap, 1.0 - t * t
-    return x, derivative
+def scored(
+    s, scale, softcap, b_tile, slope, rows, columns, diagonal,
+    MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scores of products q.k, what they are yet to be multiplied by, and the softcap's derivative (1.0 without one). Multiplied they are in base 2;
+    with a BIAS in natural units, as one may be as low as fp32 goes. rows, columns, diagonal: as of `distance`, with ALIBI.
+    """
+    x, factor, derivative = s, scale * LOG2E, 1.0
+    if MODIFIED:
+        unit: tl.constexpr = 1.0 if BIAS else LOG2E
+        factor = (softcap if SOFTCAP else scale) * unit
+        if SOFTCAP:
+            x = tanh(s * tl.minimum(tl.maximum(scale / softcap, -LARGEST), LARGEST).to(tl.float32))  # 0 times infinity is no score
+            derivative = 1.0 - x * x
+        if BIAS or ALIBI or not SOFTCAP:
+            x, factor = x * factor, 1.0
+        if BIAS:
+            x += b_tile.to(tl.float32)
+        if ALIBI:
+            x -= slope * (distance(rows, columns, diagonal) * unit)
+    return x, factor, derivative
 
 
 @triton.jit
@@ -41,22 +60,15 @@ def bias_of(bias, rows, keys, seqlen_q, seqlen_k, bias_row, bias_column):
 
 
 @triton.jit
-def online(x, scale, top, total, MODIFIED: tl.constexpr):
-    """One step of the online softmax: the weights of scores, what sums so far fade by, and the next total and top.
-
-    Products q.k are yet to be scaled, and their top is in base 2. Scores that are MODIFIED, and their top, are in natural units: a bias may be as low
-    as fp32 goes.
+def online(x, factor, top, total, NATURAL: tl.constexpr):
+    """One step of the online softmax: the weights of scores, what sums so far fade by, and the next total and top, which is in the scores' units.
+    x and factor: as `scored` has them.
     """
-    if MODIFIED:
-        higher = tl.maximum(top, tl.max(x, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.math.exp2((x - safe[:, None]) * LOG2E)
-        fading = tl.math.exp2((top - safe) * LOG2E)
-    else:
-        higher = tl.maximum(top, tl.max(x, 1) * (scale * LOG2E))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.math.exp2(x * (scale * LOG2E) - safe[:, None])
-        fading = tl.math.exp2(top - safe)
+    unit: tl.constexpr = LOG2E if NATURAL else 1.0
+    higher = tl.maximum(top, tl.max(x, 1) * factor)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.math.exp2((x * factor - safe[:, None]) * unit)
+    fading = tl.math.exp2((top - safe) * unit)
     return p, fading, total * fading + tl.sum(p, 1), higher
 
 
