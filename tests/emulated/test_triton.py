@@ -77,6 +77,13 @@ def test_compiled_kernels(case, ampere):
     conformance.run_case(Triton(), case)
 
 
+def test_no_queries_under_a_table(ampere):
+    """Its tiles are listed for keys that nobody sees, too."""
+    ampere("lazy")
+    mask = Documents([0, 0], [0, 121], inner=ChunkedCausal(40))
+    conformance.run_case(Triton(), Case(batch=1, seqlen_q=0, seqlen_k=200, heads_q=2, heads_k=2, head_dim=64, mask=mask, dtype="bf16"))
+
+
 @pytest.mark.parametrize("case", some(IN_EIGHT_BITS, 0.4, "Triton's kernels in 8 bits"), ids=str)
 def test_eight_bits(case, ampere):
     ampere("lazy")

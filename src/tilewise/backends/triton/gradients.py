@@ -58,7 +58,8 @@ class Gradients:
         sizes |= {name: given[name] for name in ("lse", "delta")}
         pairs, inputs = bound.batch * bound.heads, {name: given[name] for name in ("q", "k", "v", "d_o")}
         m_tiles = -(-call.seqlen_q // ROWS)
-        sizes["statistics"] = scratch((bound.batch, bound.heads, 2, m_tiles * ROWS), torch.float32, bound.device)
+        rows = max(m_tiles, 1) * ROWS  # tables list a tile for keys that nobody sees, even where there are no queries
+        sizes["statistics"] = scratch((bound.batch, bound.heads, 2, rows), torch.float32, bound.device)
         if pairs * m_tiles:
             operands, d_lse = {name: given[name] for name in ("o", "d_o")}, given["d_lse"]
             run = bound.run(backward.prepare, SMALL, "", operands, D_LSE=d_lse is not None, SINK=sink is not None)
