@@ -9,7 +9,7 @@ import triton_decoding
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
-from tilewise.backends.triton.config import OF_MASKS, Config
+from tilewise.backends.triton.config import OF_MASKS, OF_WEIGHTS, Config
 from tilewise.backends.triton.kernels import backward, bias, forward
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
@@ -34,8 +34,8 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     head_dim: int = 128
     mask: str = "band"  # of decode and append how many queries a sequence has, and other features (triton_decoding.py)
-    # Or "scores", with all that changes them, a bias but not; "bias", or "odd" where its rows are no multiples of 16; "dropout", "part" of that;
-    # "largest" scores; a recipe in 8 bits; "given" such; several with +.
+    # Or "scores", with all that changes them, a bias but not; "softcap" and "alibi", each alone; "bias", or "odd" where its rows are no multiples of
+    # 16; "dropout", "part" of that; "largest" scores; a recipe in 8 bits; "given" such; several with +.
     feature: str = "plain"
     aligned: bool = True
     chosen: Config | None = None  # in place of the table's (tools/triton_table.py --try)
@@ -54,6 +54,8 @@ class Case(NamedTuple):
         q, k = (torch.empty(1, 16, heads, self.head_dim, dtype=self.dtype, device="cpu") for heads in (2, 1))
         features = {
             "scores": {"softcap": 30.0, "alibi_slopes": torch.empty(1, 2, device="cpu"), "sink": torch.empty(2, device="cpu")},
+            "softcap": {"softcap": 30.0},
+            "alibi": {"alibi_slopes": torch.empty(1, 2, device="cpu")},
             "bias": {"bias": torch.empty(1, 2, 16, 16, dtype=self.dtype, device="cpu")},
             "odd": {"bias": torch.empty(1, 2, 16, 17, dtype=self.dtype, device="cpu")[..., :16]},
             "dropout": {"dropout": Dropout(0.1, seed=1, offset=0)},
@@ -119,6 +121,12 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
         yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
     yield from (Case("sm_90", name, head_dim=dim, mask=mask) for family, name, _, dim, mask in OF_MASKS if family == "sm90")
+    of_changes = [key for key in OF_WEIGHTS if len(key) == 6 and key[0] == "sm90"]  # with a kind of mask
+    yield from (
+        Case("sm_90", name, head_dim=dim, mask=mask, feature=each)
+        for _, name, _, dim, _, mask in of_changes
+        for each in ("softcap", "alibi")
+    )
     for arch in RARE:
         yield Case(arch, "prepare")
         yield Case(arch, "prepare", head_dim=512)

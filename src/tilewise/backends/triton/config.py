@@ -67,6 +67,7 @@ TIMED = "timed, NVIDIA H100 80GB HBM3, 2026-11-27"
 TIMED_AGAIN = "timed, NVIDIA H200, 2026-11-30"
 TIMED_FOR_OLDER = "timed, kernels for sm_80 on an NVIDIA H200, 2026-11-29"
 TIMED_FOR_MASKS = "timed, NVIDIA H200, 2026-11-28, windows of 1,024 keys and documents of 1,024 tokens"
+FOR_TABLES = "compiled with Triton 3.9.0, as what is timed without tables spills 160 bytes with them; never timed"
 TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     # (family, pass, bytes of an element, head class): configuration, provenance
     ("sm80", "forward", 2, 128): (Config(128, 128, 8, 2), TIMED_FOR_OLDER),
@@ -81,7 +82,7 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "forward", 2, 64): (Config(128, 64, 4, 3), TIMED),
     ("sm90", "forward", 2, 128): (Config(128, 128, 8, 3), TIMED),
     ("sm90", "dkdv", 2, 64): (Config(64, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128): (Config(32, 128, 8, 3), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 3), TIMED_AGAIN),
     ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 3), TIMED),
 }
@@ -91,6 +92,10 @@ OF_MASKS: dict[tuple[str, str, int, int, str], tuple[Config, str]] = {
     ("sm90", "forward", 2, 64, "varlen"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "forward", 2, 128, "window"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
     ("sm90", "forward", 2, 128, "varlen"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    ("sm90", "dkdv", 2, 128, "window"): (Config(32, 64, 4, 4), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 128, "varlen"): (Config(32, 64, 4, 4), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 128, "tiles"): (Config(32, 128, 8, 3), FOR_TABLES),
+    ("sm90", "dq", 2, 128, "window"): (Config(64, 64, 4, 2), TIMED_AGAIN),
     ("sm90", "dq", 2, 128, "varlen"): (Config(64, 64, 4, 2), TIMED_FOR_MASKS),
 }
 FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
@@ -321,7 +326,7 @@ def config_of(
     key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
     if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
         return of_mask[0]
-    if of_weight := OF_WEIGHTS.get((*key, weight)):
+    if of_weight := OF_WEIGHTS.get((*key, weight, mask)) or OF_WEIGHTS.get((*key, weight)):
         return of_weight[0]
     config, _ = TABLE[key]
     return lighter(config, purpose, target.family, weight) if target.nvidia else config
@@ -334,10 +339,17 @@ def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mas
     return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight, mask)
 
 
-OF_WEIGHTS: dict[tuple[str, str, int, int, Weight], tuple[Config, str]] = {
-    # as in TABLE, with what a call does to scores: in place of its row, cut down to MOST
-    ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 3), TIMED_AGAIN),
+OF_WEIGHTS: dict[tuple[str, str, int, int, Weight] | tuple[str, str, int, int, Weight, str], tuple[Config, str]] = {
+    # as in TABLE, with what a call does to scores and perhaps the kind of mask: in place of its row, cut down to MOST
+    ("sm90", "forward", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
+    ("sm90", "forward", 2, 128, "scores", "band"): (Config(128, 128, 8, 3), TIMED_AGAIN),
+    ("sm90", "dq", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 4), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "scores"): (Config(32, 64, 4, 4), TIMED_AGAIN),
+    ("sm80", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
+    ("sm86", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
+    ("sm100", "dkdv", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
+    ("sm100", "dq", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
     ("sm80", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
     ("sm86", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
     ("sm90", "forward", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
