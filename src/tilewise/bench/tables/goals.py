@@ -25,9 +25,7 @@ MASKS = {Full: "full", Causal: "causal", SlidingWindow: "window of 1,024", Docum
 NOT_KNOWN = "cause not known"
 WHY = {  # by kind and direction, or kind alone
     ("full", "fwd"): "loads by TMA, of which the plan expected 550 at 128, where pointers were to give 450, are not built",
-    ("a bias", "fwd"): "other tiles since, with 0.86 of the time (lab/rows/triton-tiles-h200.jsonl)",
-    ("a bias", "bwd"): "other tiles since, with 0.82 of the time at 128 and 0.91 at 64 (lab/rows/triton-tiles-h200.jsonl)",
-    "softcap": "a score takes three operations of the exponential unit in place of one, and its tanh a dozen others",
+    "softcap": "a score takes a dozen more instructions, where tiles have large ones also two more of the exponential unit",
 }
 CLOCKS = "graph", "events", "wall"
 
