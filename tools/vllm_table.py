@@ -28,10 +28,12 @@ def table(part: str, rows: list[dict]) -> list[str]:
     found = [row for row in rows if row["part"] == part]
     if part == "prefill":
         first, digits = "thousand tokens a second", 1
-        cells = {(row["cached"], row["new"], row["backend"], row["block"]): row["tokens_per_s"] / 1e3 for row in found}
+        newest = {(row["cached"], row["new"], row["backend"], row["block"]): row for row in found}
+        cells = {cell: row["tokens_per_s"] / 1e3 for cell, row in newest.items()}
     else:
         first, digits = "ms a step", 2
-        cells = {(row["length"], row["sequences"], row["backend"], row["block"]): row["ms"] for row in found}
+        newest = {(row["length"], row["sequences"], row["backend"], row["block"]): row for row in found}
+        cells = {cell: row["ms"] for cell, row in newest.items()}
     columns = {column: title for column, title in COLUMNS.items() if any(cell[2:] == column for cell in cells)}
     body = [
         [
@@ -41,7 +43,8 @@ def table(part: str, rows: list[dict]) -> list[str]:
         for a, b in sorted({cell[:2] for cell in cells})
     ]
     where = found[-1]["environment"]
-    stamp = f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}, commit {where['commit']}, {where['date'][:10]}."
+    runs = dict.fromkeys(f"commit {each['commit']}, {each['date'][:10]}" for each in (row["environment"] for row in newest.values()))
+    stamp = f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}; {'; '.join(runs)}."
     return [*markdown([first, *columns.values()], body), "", stamp]
 
 
