@@ -369,3 +369,20 @@ def a_scale_overflows_beside_its_softcap(softcap: float, scale: float) -> None:
     o, lse = Triton().forward(call)
     tolerance.check_outputs(call, o, lse)
     assert all(x.isfinite().all() for x in Triton().backward(call, o, lse, torch.randn(o.shape), None)[:3])
+
+
+def a_softcap_bends(loud: slice) -> None:
+    """Scores of the queries `loud` reach far beyond the softcap, those of the others stay far below it, in tiles of both and of one kind; where a NaN
+    meets a query, its row alone is NaN.
+    """
+    q, k, v, d_o = (torch.randn(1, 150, 1, 16) for _ in range(4))
+    q *= 0.1
+    q[:, loud] *= 300.0
+    call = Call(q=q, k=k, v=v, mask=Causal(), scale=0.25, softcap=2.0, grad=True)
+    o, lse = Triton().forward(call)
+    expected = tolerance.expected(call, d_o, None)
+    tolerance.check_outputs(call, o, lse, expected)
+    tolerance.check_gradients(call, Triton().backward(call, o, lse, d_o, None), d_o, None, expected)
+    q[0, 9] = math.nan
+    o, lse = Triton().forward(call)
+    assert o[0, 9].isnan().all() and lse[0, 0, 9].isnan() and o.isnan().any(-1).sum() == 1

@@ -76,5 +76,10 @@ def test_a_scale_that_overflows_beside_its_softcap(softcap, scale):
     interpreted(problems.a_scale_overflows_beside_its_softcap, softcap, scale)
 
 
+@pytest.mark.parametrize("loud", [slice(0), slice(0, 150, 7), slice(140, 150), slice(150)], ids=str)
+def test_a_softcap_bends(loud):
+    interpreted(problems.a_softcap_bends, loud)
+
+
 def test_a_large_lse_bounds_its_gradients():
     interpreted(bounded)
