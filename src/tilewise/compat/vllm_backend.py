@@ -160,7 +160,8 @@ class Chunks:
             pages = self.block_table[self.sequence, self.position // block].long()
             self._places = pages, self.position % block
         rows = kv_cache.transpose(1, 2) if heads > 1 else kv_cache[:, 0].unsqueeze(2)  # one head's stride may be anything
-        return rows.view(torch.int64)[self._places].view(kv_cache.dtype).chunk(2, dim=-1)
+        keys, values = rows.view(torch.int64)[self._places].view(kv_cache.dtype).chunk(2, dim=-1)
+        return keys, values
 
 
 def uniform_queries(starts: Tensor, tokens: int) -> int:
@@ -268,8 +269,9 @@ class Impl(AttentionImpl):
             words |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         q, out = query[:tokens], output[:tokens]
         if batch.chunks is not None and self._copies(batch.chunks, kv_cache):
-            options = {name: x for name, x in self.options.items() if name != "split"} | {"causal": self.options["mask"] is None}
-            attention_varlen(q, *batch.chunks.copied(kv_cache), batch.query_start_loc, batch.chunks.ends, out=out, **options)
+            options = {name: x for name, x in self.options.items() if name != "split"}
+            causal = options["mask"] is None
+            attention_varlen(q, *batch.chunks.copied(kv_cache), batch.query_start_loc, batch.chunks.ends, causal=causal, out=out, **options)
         elif self.dcp_world_size > 1:
             ranks = {"cp_rank": self.dcp_rank, "cp_world": self.dcp_world_size, "cp_interleave": batch.interleave}
             _across_ranks(q, out, lambda q, part: _attend(q, k_cache, v_cache, part, batch, **words, **ranks, return_lse=True)[1])
