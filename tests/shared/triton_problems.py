@@ -375,9 +375,11 @@ def a_softcap_bends(loud: slice) -> None:
     """Scores of the queries `loud` reach far beyond the softcap, those of the others stay far below it, in tiles of both and of one kind; where a NaN
     meets a query, its row alone is NaN.
     """
-    q, k, v, d_o = (torch.randn(1, 150, 1, 16) for _ in range(4))
+    generator = torch.Generator("cpu").manual_seed(2)
+    q, k, v, d_o = (torch.randn(1, 150, 1, 16, generator=generator) for _ in range(4))
     q *= 0.1
     q[:, loud] *= 300.0
+    q, k, v, d_o = (x.bfloat16() for x in (q, k, v, d_o))
     call = Call(q=q, k=k, v=v, mask=Causal(), scale=0.25, softcap=2.0, grad=True)
     o, lse = Triton().forward(call)
     expected = tolerance.expected(call, d_o, None)

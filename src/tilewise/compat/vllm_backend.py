@@ -147,9 +147,9 @@ class Chunks:
         lengths = common.seq_lens.cpu().long()
         if int((common.query_start_loc_cpu.diff() * lengths).sum()) < LONG * int(lengths.sum()):
             return None
-        sequence = torch.arange(lengths.shape[0]).repeat_interleave(lengths)
+        sequence = torch.arange(lengths.shape[0], dtype=torch.int64, device="cpu").repeat_interleave(lengths)
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        position = torch.arange(sequence.shape[0]) - ends[sequence]
+        position = torch.arange(sequence.shape[0], dtype=torch.int64, device="cpu") - ends[sequence]
         ends, sequence, position = (x.to(common.seq_lens.device) for x in (ends.int(), sequence, position))
         return cls(ends, sequence, position, common.block_table_tensor)
 
