@@ -16,11 +16,12 @@ from tilewise.masks import DeviceDocuments, Mask, Part
 INT32 = 2**31 - 1
 Values = TypeVar("Values", np.int64, np.ndarray, Tensor)
 LEAST_SOFTCAP = 1e-30  # scores of at most so much weigh 1, as those of less do, and it is far from where fp32 is flushed to 0
+MOST_SOFTCAP = 1e38  # to scores below 1e34 it is as any larger one
 
 
 def in_fp32(softcap: float) -> float:
-    """A softcap as fp32 holds it, not flushed to 0, which means none; 0 for none."""
-    return max(softcap, LEAST_SOFTCAP) if softcap > 0.0 else 0.0
+    """A softcap as fp32 holds it, in base 2 as well, and not flushed to 0, which means none; 0 for none."""
+    return min(max(softcap, LEAST_SOFTCAP), MOST_SOFTCAP) if softcap > 0.0 else 0.0
 
 
 class Dropout(NamedTuple):

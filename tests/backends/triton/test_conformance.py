@@ -71,7 +71,7 @@ def bounded() -> None:
     problems.a_large_lse_bounds_its_gradients(Triton())
 
 
-@pytest.mark.parametrize("softcap, scale", [(1e-30, 1e10), (1.0, 1e35)])
+@pytest.mark.parametrize("softcap, scale", [(1e-30, 1e10), (1.0, 1e35), (3e38, 8.0)])
 def test_a_scale_that_overflows_beside_its_softcap(softcap, scale):
     interpreted(problems.a_scale_overflows_beside_its_softcap, softcap, scale)
 
