@@ -182,6 +182,18 @@ def test_a_marker_names_a_set_and_a_direction():
         assert [number for number in ("| **2.000**", "| **6.000**") if number in text] == list(shown)
 
 
+def test_a_marker_leaves_out_what_another_set_has():
+    again = [replace(row, name="dense") for row in (OURS, THEIRS)]
+    longer = [replace(row, case={**row.case, "seqlen_q": 4096}, median_s=0.007) for row in again]
+    for name, shown in (
+        ("time:dense", ("| 2.000", "| 7.000")),
+        ("time:dense!cpu", ("| 7.000",)),
+        ("time:dense!other", ("| 2.000", "| 7.000")),
+    ):
+        text = filled(name, [OURS, THEIRS, *again, *longer]).replace("**", "")
+        assert [number for number in ("| 2.000", "| 7.000") if number in text] == list(shown)
+
+
 def test_a_marker_names_a_device():
     """And a table with two of them side by side is none."""
     elsewhere = [replace(row, environment={**row.environment, "device": "a GPU"}, median_s=0.001) for row in (OURS, THEIRS)]

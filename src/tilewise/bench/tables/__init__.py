@@ -70,8 +70,9 @@ _MARKED = re.compile(r"(<!-- tilewise:begin (?P<name>\S+) -->\n).*?(<!-- tilewis
 def refresh(documents: Iterable[str | Path], rows: Iterable[Row]) -> list[Path]:
     """Write the tables between the markers of these markdown files; the files that changed.
 
-    A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the workload set SET alone (the rows' `name`; several joined by +);
-    `NAME:SET:DIRECTION` of those in one direction; `NAME:SET:DIRECTION:DEVICE` of machines with DEVICE in the device's name (h100).
+    A marker `NAME` or `NAME:SET` takes the table NAME, of the rows of the set SET alone (the rows' `name`; several joined by +, behind ! sets
+    that have some of the cases, which are left out, in another table); `NAME:SET:DIRECTION` of those in one direction; `NAME:SET:DIRECTION:DEVICE` of
+    machines with DEVICE in the device's name (h100).
     Raises ValueError for a name that is no table, for a begin without its end, and for a table with several devices side by side.
     """
     rows, changed = list(rows), []
@@ -95,7 +96,9 @@ def fill(text: str, rows: list[Row], where: str = "text") -> str:
         name, sets, direction, device = [*match["name"].split(":"), "", "", ""][:4]
         if name not in TABLES:
             raise ValueError(f"{where}: {name} is no table; there are {', '.join(TABLES)}")
-        chosen = [row for row in rows if not sets or row.name in sets.split("+")]
+        sets, _, others = sets.partition("!")
+        elsewhere = {describe(row.case) for row in rows if row.name in others.split("+")}
+        chosen = [row for row in rows if (not sets or row.name in sets.split("+")) and describe(row.case) not in elsewhere]
         chosen = [row for row in chosen if direction in ("", row.case["direction"]) and device.lower() in row.device.lower()]
         if name not in ("machines", "goals") and (devices := _side_by_side(chosen)):
             raise ValueError(f"{where}: {match['name']} would mix {' and '.join(devices)}; {name}:{sets}:{direction}:DEVICE names one")
