@@ -13,8 +13,7 @@ import json
 import multiprocessing
 import os
 import re
-import subprocess
-import tempfile
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -22,20 +21,20 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from triton.backends import nvidia
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/shared"))
 
-from tilewise.backends.triton.bound import Bound, kind_of
+import torch
+from triton_facts import measured
+
+from tilewise.backends.triton import bound as bounds
 from tilewise.backends.triton.config import Config
-from tilewise.backends.triton.launch import compiled
 from tilewise.backends.triton.targets import Target, of_device
 from tilewise.bench.provenance import provenance
 from tilewise.bench.sets import SETS, Workload
+from tilewise.bench.tables.goals import kind_of
 from tilewise.bench.timing import interleave
 from tilewise.masks import Full
 
-INSPECTOR = Path(nvidia.__file__).parent / "bin/cuobjdump"  # comes with Triton
-KINDS = "full", "causal", "window", "documents", "softcap", "ALiBi", "bias", "sink"
 PASSES = {"fwd": ("forward",), "bwd": ("dkdv", "dq")}
 
 
@@ -74,7 +73,9 @@ class Job(NamedTuple):
     @property
     def workload(self) -> Workload:
         dim, kind = self.cell.split()
-        return SETS["triton"](direction=self.direction)[KINDS.index(kind) + (len(KINDS) if dim == "64" else 0)]
+        return next(
+            each for each in SETS["triton"](direction=self.direction) if each.head_dim == int(dim) and kind in kind_of(each).split()
+        )
 
     @property
     def chosen(self) -> dict[str, Config]:
@@ -97,7 +98,7 @@ def run(job: Job) -> Callable[[], Sequence[torch.Tensor]]:
     inputs = job.workload.inputs(0, "cuda")
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | job.workload.extras(0, "cuda")
     call = replace(job.workload.call(), **{name: x.detach() for name, x in given.items()})
-    bound = Bound(call, job.chosen)
+    bound = bounds.Bound(call, job.chosen)
     if job.direction == "fwd":
         return lambda: bound.results(call)
     o, lse = bound.results(call)
@@ -106,26 +107,16 @@ def run(job: Job) -> Callable[[], Sequence[torch.Tensor]]:
 
 def compile_all(job: Job, target: Target) -> str:
     """What the passes take, compiled into Triton's cache, or "not" and why."""
-    bound, said = Bound(replace(job.workload.call(), mask=Full()), job.chosen, target), []
+    bound, said = bounds.Bound(replace(job.workload.call(), mask=Full()), job.chosen, target), []
     try:
         for name in PASSES[job.direction]:
-            of_pass, _ = (compiled(kernel, target) for kernel in bound.kernels(name, kind_of(job.workload.mask)))
-            registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage(of_pass.asm["cubin"])).groups()
-            shared = of_pass.metadata.shared
-            if shared > target.shared_bytes:
-                return f"not {shared} bytes of shared memory"
-            said.append(f"{name}: {registers} registers, {stack} bytes of stack, {shared} of shared memory")
+            facts, _ = (measured(kernel, target) for kernel in bound.kernels(name, bounds.kind_of(job.workload.mask)))
+            if facts.shared > target.shared_bytes:
+                return f"not {facts.shared} bytes of shared memory"
+            said.append(f"{name}: {facts.registers} registers, {facts.stack} bytes of stack, {facts.shared} of shared memory")
     except Exception as error:  # of the compiler, which has many
         return f"not {type(error).__name__}: {str(error).splitlines()[0][:100]}"
     return "; ".join(said)
-
-
-def usage(cubin: bytes) -> str:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        found = subprocess.run([INSPECTOR, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return found.stdout + found.stderr
 
 
 if __name__ == "__main__":
