@@ -26,14 +26,12 @@ def load() -> list[dict]:
 def table(part: str, rows: list[dict]) -> list[str]:
     """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode", milliseconds of a step."""
     found = [row for row in rows if row["part"] == part]
-    if part == "prefill":
-        first, digits = "thousand tokens a second", 1
-        newest = {(row["cached"], row["new"], row["backend"], row["block"]): row for row in found}
-        cells = {cell: row["tokens_per_s"] / 1e3 for cell, row in newest.items()}
-    else:
-        first, digits = "ms a step", 2
-        newest = {(row["length"], row["sequences"], row["backend"], row["block"]): row for row in found}
-        cells = {cell: row["ms"] for cell, row in newest.items()}
+    a, b, value, first, digits = {
+        "prefill": ("cached", "new", lambda row: row["tokens_per_s"] / 1e3, "thousand tokens a second", 1),
+        "decode": ("length", "sequences", lambda row: row["ms"], "ms a step", 2),
+    }[part]
+    newest = {(row[a], row[b], row["backend"], row["block"]): row for row in found}
+    cells = {cell: value(row) for cell, row in newest.items()}
     columns = {column: title for column, title in COLUMNS.items() if any(cell[2:] == column for cell in cells)}
     body = [
         [
