@@ -37,7 +37,7 @@ def test_the_newest_row_counts_and_the_kernels_clock():
 def test_misses_say_why_where_that_is_known():
     found = lines(row(128, "softcap", "fwd", 240), row(128, "causal", "bwd", 333))
     assert found["128, softcap", "fwd"][:4] == ["330", "240", "0.73", "H100, 2026-11-28"]
-    assert found["128, softcap", "fwd"][4].startswith("missed: a score takes a dozen more")
+    assert found["128, softcap", "fwd"][4].startswith("missed: a score takes some nine more")
     assert found["128, causal", "bwd"][4] == "missed: cause not known"
 
 

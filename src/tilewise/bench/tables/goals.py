@@ -25,7 +25,7 @@ MASKS = {Full: "full", Causal: "causal", SlidingWindow: "window of 1,024", Docum
 NOT_KNOWN = "cause not known"
 WHY = {  # by kind and direction, or kind alone
     ("full", "fwd"): "loads by TMA, of which the plan expected 550 at 128, where pointers were to give 450, are not built",
-    "softcap": "a score takes a dozen more instructions, where tiles have large ones also two more of the exponential unit",
+    "softcap": "a score takes some nine more instructions; where a tile has large ones seven on top, two of them the exponential unit's",
 }
 CLOCKS = "graph", "events", "wall"
 
