@@ -3,9 +3,9 @@
     python lab/instruments/triton_tiles.py "fwd: 64 softcap, 64 ALiBi: forward=128,64,8,3 | forward=64,64,4,3,168"
     python lab/instruments/triton_tiles.py --out rows.jsonl "bwd: 128 causal: dkdv=64,128,8,3 | dkdv=32,64,4,4 dq=64,64,4,2" "fwd: ..."
 
-Each text has a direction, cells and trials. A cell: head_dim and full, causal, window, documents, softcap, ALiBi, bias or sink. A trial: passes, and
-tile_m, tile_n, warps, stages and registers of each; the rest is what ships. Trials are compiled ahead, side by side, and their results compared with
-those of what ships. Of gradients the whole backward pass is timed.
+Each text has a direction, cells and trials. A cell: head_dim and full, causal, window, documents, softcap, ALiBi, bias or sink; or dropout, which is
+causal and not of the set. A trial: passes, and tile_m, tile_n, warps, stages and registers of each; the rest is what ships. Trials are compiled ahead,
+side by side, and their results compared with those of what ships. Of gradients the whole backward pass is timed.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from tilewise.bench.sets import SETS, Workload
 from tilewise.bench.tables.goals import kind_of
 from tilewise.bench.timing import interleave
 from tilewise.masks import Full
+from tilewise.problem import Call, Dropout
 
 PASSES = {"fwd": ("forward",), "bwd": ("dkdv", "dq")}
 
@@ -72,10 +73,15 @@ class Job(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        dim, kind = self.cell.split()
+        dim, kind = self.cell.replace("dropout", "causal").split()
         return next(
             each for each in SETS["triton"](direction=self.direction) if each.head_dim == int(dim) and kind in kind_of(each).split()
         )
+
+    @property
+    def call(self) -> Call:
+        call = self.workload.call()
+        return replace(call, dropout=Dropout(0.1, 0, 0)) if "dropout" in self.cell else call
 
     @property
     def chosen(self) -> dict[str, Config]:
@@ -97,17 +103,17 @@ def run(job: Job) -> Callable[[], Sequence[torch.Tensor]]:
     """What launches the passes, on random tensors."""
     inputs = job.workload.inputs(0, "cuda")
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v} | job.workload.extras(0, "cuda")
-    call = replace(job.workload.call(), **{name: x.detach() for name, x in given.items()})
+    call = replace(job.call, **{name: x.detach() for name, x in given.items()})
     bound = bounds.Bound(call, job.chosen)
     if job.direction == "fwd":
         return lambda: bound.results(call)
     o, lse = bound.results(call)
-    return lambda: bound.backward(call.q, call.k, call.v, o, lse, inputs.d_o, None, call.extras, False)[:3]
+    return lambda: bound.backward(call.q, call.k, call.v, o, lse, inputs.d_o, call.dropout, call.extras, False)[:3]
 
 
 def compile_all(job: Job, target: Target) -> str:
     """What the passes take, compiled into Triton's cache, or "not" and why."""
-    bound, said = bounds.Bound(replace(job.workload.call(), mask=Full()), job.chosen, target), []
+    bound, said = bounds.Bound(replace(job.call, mask=Full()), job.chosen, target), []
     try:
         for name in PASSES[job.direction]:
             facts, _ = (measured(kernel, target) for kernel in bound.kernels(name, bounds.kind_of(job.workload.mask)))

@@ -84,6 +84,10 @@ def held(output, query, keys, values, new, layer, options):
 @pytest.mark.parametrize("kind", BATCHES)
 def test_batches(backend, kind, layer, layout):
     backend.layout[0] = layout
+    attends(backend, kind, layer)
+
+
+def attends(backend, kind, layer):
     lengths, new, padding = BATCHES[kind]
     given, options = LAYERS[layer]
     common, blocks = standin.batch(lengths, new, BLOCK, padding)
@@ -105,6 +109,27 @@ def test_batches(backend, kind, layer, layout):
     impl.do_kv_cache_update(LAYER, *fresh, cache, common.slot_mapping)
     assert impl.forward(LAYER, query, *fresh, cache, metadata, output) is output
     held(output, query, keys, values, new, layer, options)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("kind", BATCHES)
+def test_long_chunks_are_copied_out_of_their_pages(monkeypatch, kind, layer, layout):
+    """But those of 8 bits, and where most sequences have few new tokens."""
+    standin.install(monkeypatch, cpu=False)[0] = layout
+    backend = importlib.import_module("tilewise.compat.vllm_backend")
+    monkeypatch.setattr(backend, "LONG", 5)
+    called = []
+    for name in ("decode", "attention_varlen"):
+        function = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *x, name=name, function=function, **y: called.append(name) or function(*x, **y))
+    copied = kind in ("prompts", "mixed", "one") and layer != "e4m3"
+    attends(backend, kind, layer)
+    assert called == ["attention_varlen" if copied else "decode"]
+    monkeypatch.setattr(backend, "MOST_COPIED", 1000)
+    attends(backend, kind, layer)
+    assert called[1:] == ["decode"]
+    sys.modules.pop("tilewise.compat.vllm_backend", None)
 
 
 @pytest.mark.parametrize("interleave", [1, 8])
@@ -157,6 +182,9 @@ def test_a_cache_of_one_head_is_read_where_it_lies(backend, monkeypatch):
     impl.forward(LAYER, query, None, None, cache, builder.build(0, common), torch.empty_like(query))
     assert seen[0].data_ptr() == memory.data_ptr() and seen[1].data_ptr() == memory.data_ptr() + DIM * 4
     assert seen[0].shape == (blocks, BLOCK, 1, DIM) and torch.equal(seen[0][3, 2, 0], memory[3, 2, 0, :DIM])
+    chunks = backend.Chunks(torch.tensor([0, 20]), torch.zeros(20, dtype=torch.int64), torch.arange(20), common.block_table_tensor[1:])
+    first, second = common.block_table_tensor[1, :2].tolist()
+    assert torch.equal(torch.cat(chunks.copied(cache), -1), torch.cat([memory[first], memory[second, :4]]))
     views = impl._views(cache)
     assert impl._views(cache)[0] is views[0], "made once a layer"
 

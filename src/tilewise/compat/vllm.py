@@ -1,8 +1,8 @@
 """tilewise as an attention backend of vLLM: `register()`, which vLLM calls by itself where tilewise is installed, then `attention_backend="CUSTOM"`.
 
 Keys and values are read where vLLM keeps them, in either of its layouts, by one call of `tilewise.decode` for every batch: prompts, chunks of prompts
-and single tokens, with windows, sinks, softcap, ALiBi, grouped heads, and caches in e4m3. What is not served is refused when the backend is
-chosen. vllm_backend.py is what vLLM then calls; nothing is imported of vLLM before it asks.
+and single tokens, with windows, sinks, softcap, ALiBi, grouped heads, and caches in e4m3. Those of long chunks are copied out of their pages first.
+What is not served is refused when the backend is chosen. vllm_backend.py is what vLLM then calls; nothing is imported of vLLM before it asks.
 
 vLLM's CPU platform has one backend, whatever is asked for: with TILEWISE_VLLM_CPU=1 tilewise takes its place there. Latent heads (MLA) have backends
 of their own, and CUSTOM is one: with TILEWISE_VLLM_MLA=1 vLLM's FLASH_ATTN_MLA is tilewise (vllm_mla.py).

@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.utils import get_kv_cache_layout  # pyright: ign
 from tilewise.decoding import append, decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Mask, SlidingWindow
+from tilewise.varlen import attention_varlen
 
 BLOCK = 16  # tokens, of which a block has a multiple
 PREFERRED = 64  # tokens of a block on a GPU
@@ -36,6 +37,8 @@ MEMORY = {  # the order of dimensions in memory, without and with a dimension of
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
 }
 SPLIT = 256  # keys of a piece, where a sequence's bits are to be its own
+LONG = 2048  # new tokens of a sequence from which its keys are copied out of their pages
+MOST_COPIED = 2**30  # bytes that they may take, beside vLLM's pool
 
 
 def why_not(head_size: int, dtype: torch.dtype | None, cache_dtype: str | None, attn_type: str = AttentionType.DECODER) -> str | None:
@@ -123,6 +126,42 @@ class Metadata:
     uniform: int  # queries of every sequence, 0 where they differ
     shared_prefix: int
     interleave: int  # tokens of a sequence in a row that one rank holds, where ranks share caches
+    chunks: "Chunks | None" = None
+
+
+@dataclass
+class Chunks:
+    """Where the keys of long chunks lie, in order: the forward pass of contiguous keys gains more on `decode` over pages than copying takes."""
+
+    ends: Tensor  # (sequences + 1,) int32, of keys
+    sequence: Tensor  # (keys,) int64, of each key
+    position: Tensor  # (keys,) int64, in its sequence
+    block_table: Tensor
+    _places: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, common: Any) -> "Chunks | None":
+        """None where sequences have too few new tokens for so many keys: each key is to meet LONG queries."""
+        if common.max_query_len < LONG:
+            return None
+        lengths = common.seq_lens.cpu().long()
+        if int((common.query_start_loc_cpu.diff() * lengths).sum()) < LONG * int(lengths.sum()):
+            return None
+        sequence = torch.arange(lengths.shape[0], dtype=torch.int64, device="cpu").repeat_interleave(lengths)
+        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        position = torch.arange(sequence.shape[0], dtype=torch.int64, device="cpu") - ends[sequence]
+        ends, sequence, position = (x.to(common.seq_lens.device) for x in (ends.int(), sequence, position))
+        return cls(ends, sequence, position, common.block_table_tensor)
+
+    def copied(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (keys, heads_k, head_dim) of a layer's cache; the places are those of all layers."""
+        _, heads, block, _ = kv_cache.shape
+        if self._places is None:
+            pages = self.block_table[self.sequence, self.position // block].long()
+            self._places = pages, self.position % block
+        rows = kv_cache.transpose(1, 2) if heads > 1 else kv_cache[:, 0].unsqueeze(2)  # one head's stride may be anything
+        keys, values = rows.view(torch.int64)[self._places].view(kv_cache.dtype).chunk(2, dim=-1)
+        return keys, values
 
 
 def uniform_queries(starts: Tensor, tokens: int) -> int:
@@ -157,10 +196,12 @@ class Builder(AttentionMetadataBuilder):
             uniform=uniform_queries(common.query_start_loc_cpu, common.num_actual_tokens),
             shared_prefix=common_prefix_len,
             interleave=self.interleave,
+            chunks=None if current_platform.is_cpu() else Chunks.of(common),
         )
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        chunks = metadata.chunks and replace(metadata.chunks, block_table=blk_table, _places=None)
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping, chunks=chunks)
 
 
 class Impl(AttentionImpl):
@@ -227,7 +268,11 @@ class Impl(AttentionImpl):
         if self.kv_cache_dtype in E4M3:
             words |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         q, out = query[:tokens], output[:tokens]
-        if self.dcp_world_size > 1:
+        if batch.chunks is not None and self._copies(batch.chunks, kv_cache):
+            options = {name: x for name, x in self.options.items() if name != "split"}
+            causal = options["mask"] is None
+            attention_varlen(q, *batch.chunks.copied(kv_cache), batch.query_start_loc, batch.chunks.ends, causal=causal, out=out, **options)
+        elif self.dcp_world_size > 1:
             ranks = {"cp_rank": self.dcp_rank, "cp_world": self.dcp_world_size, "cp_interleave": batch.interleave}
             _across_ranks(q, out, lambda q, part: _attend(q, k_cache, v_cache, part, batch, **words, **ranks, return_lse=True)[1])
         else:
@@ -251,6 +296,11 @@ class Impl(AttentionImpl):
         if self.kv_cache_dtype in E4M3:
             key, value = _e4m3(key, layer._k_scale), _e4m3(value, layer._v_scale)
         append(k_cache, v_cache, key, value, slots=slot_mapping)
+
+    def _copies(self, chunks: Chunks, kv_cache: Tensor) -> bool:
+        """Whether the keys of long chunks are copied; where a sequence's bits are its own, or ranks or 8 bits need it, `decode` reads pages."""
+        apart = self.dcp_world_size > 1 or self.options["split"] is not None or self.kv_cache_dtype in E4M3
+        return not apart and chunks.sequence.shape[0] * kv_cache[0, :, 0].nbytes <= MOST_COPIED
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (blocks, block, heads_k, head_dim) of the layer's cache, made once."""
