@@ -111,11 +111,18 @@ def attends(backend, kind, layer):
     held(output, query, keys, values, new, layer, options)
 
 
+def raises(error):
+    def function(*_):
+        raise error
+
+    return function
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_long_chunks_are_copied_out_of_their_pages(monkeypatch, kind, layer, layout):
-    """But those of 8 bits, and where most sequences have few new tokens."""
+    """But those of 8 bits and of windows, where most sequences have few new tokens, and where memory is short."""
     standin.install(monkeypatch, cpu=False)[0] = layout
     backend = importlib.import_module("tilewise.compat.vllm_backend")
     monkeypatch.setattr(backend, "LONG", 5)
@@ -123,12 +130,14 @@ def test_long_chunks_are_copied_out_of_their_pages(monkeypatch, kind, layer, lay
     for name in ("decode", "attention_varlen"):
         function = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *x, name=name, function=function, **y: called.append(name) or function(*x, **y))
-    copied = kind in ("prompts", "mixed", "one") and layer != "e4m3"
+    copied = kind in ("prompts", "mixed", "one") and layer not in ("e4m3", "window")
     attends(backend, kind, layer)
     assert called == ["attention_varlen" if copied else "decode"]
+    monkeypatch.setattr(backend.Chunks, "copied", raises(torch.OutOfMemoryError))
+    attends(backend, kind, layer)
     monkeypatch.setattr(backend, "MOST_COPIED", 1000)
     attends(backend, kind, layer)
-    assert called[1:] == ["decode"]
+    assert called[1:] == ["decode", "decode"]
     sys.modules.pop("tilewise.compat.vllm_backend", None)
 
 

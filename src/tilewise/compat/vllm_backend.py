@@ -268,10 +268,9 @@ class Impl(AttentionImpl):
         if self.kv_cache_dtype in E4M3:
             words |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         q, out = query[:tokens], output[:tokens]
-        if batch.chunks is not None and self._copies(batch.chunks, kv_cache):
-            options = {name: x for name, x in self.options.items() if name != "split"}
-            causal = options["mask"] is None
-            attention_varlen(q, *batch.chunks.copied(kv_cache), batch.query_start_loc, batch.chunks.ends, causal=causal, out=out, **options)
+        if batch.chunks is not None and (copied := self._copied(batch.chunks, kv_cache)) is not None:
+            options = {name: x for name, x in self.options.items() if name not in ("mask", "split")}
+            attention_varlen(q, *copied, batch.query_start_loc, batch.chunks.ends, causal=True, out=out, **options)
         elif self.dcp_world_size > 1:
             ranks = {"cp_rank": self.dcp_rank, "cp_world": self.dcp_world_size, "cp_interleave": batch.interleave}
             _across_ranks(q, out, lambda q, part: _attend(q, k_cache, v_cache, part, batch, **words, **ranks, return_lse=True)[1])
@@ -297,10 +296,17 @@ class Impl(AttentionImpl):
             key, value = _e4m3(key, layer._k_scale), _e4m3(value, layer._v_scale)
         append(k_cache, v_cache, key, value, slots=slot_mapping)
 
-    def _copies(self, chunks: Chunks, kv_cache: Tensor) -> bool:
-        """Whether the keys of long chunks are copied; where a sequence's bits are its own, or ranks or 8 bits need it, `decode` reads pages."""
-        apart = self.dcp_world_size > 1 or self.options["split"] is not None or self.kv_cache_dtype in E4M3
-        return not apart and chunks.sequence.shape[0] * kv_cache[0, :, 0].nbytes <= MOST_COPIED
+    def _copied(self, chunks: Chunks, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Keys and values of long chunks, as `Chunks.copied`. None where `decode` is to read pages: for windows, 8 bits, ranks and where a sequence's
+        bits are its own; and where there is no memory for them.
+        """
+        apart = self.dcp_world_size > 1 or self.options["split"] is not None or self.options["mask"] is not None or self.kv_cache_dtype in E4M3
+        if apart or chunks.sequence.shape[0] * kv_cache[0, :, 0].nbytes > MOST_COPIED:
+            return None
+        try:
+            return chunks.copied(kv_cache)
+        except torch.OutOfMemoryError:
+            return None
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (blocks, block, heads_k, head_dim) of the layer's cache, made once."""
