@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from tilewise.bench.sets import SETS, Workload
+from tilewise.bench.sets.named import LOW
 from tilewise.bench.store import Row
 from tilewise.bench.tables.rows import MISSING, header, line
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
@@ -22,10 +23,12 @@ GOALS = {  # by head_dim and kind: TFLOP/s forward and backward, of one H100
 SHARE = 0.85  # of the causal mask's rate on the same GPU: cells of changed scores that have no goal of their own
 CHANGES = {"softcap": "softcap", "alibi": "ALiBi", "bias": "a bias", "sink": "a sink"}
 MASKS = {Full: "full", Causal: "causal", SlidingWindow: "window of 1,024", Documents: "documents of 1,024"}
+LARGE = "softcap of large scores"
 NOT_KNOWN = "cause not known"
 WHY = {  # by kind and direction, or kind alone
     ("full", "fwd"): "loads by TMA, of which the plan expected 550 at 128, where pointers were to give 450, are not built",
-    "softcap": "a score takes some nine more instructions; where a tile has large ones seven on top, two of them the exponential unit's",
+    "softcap": "a score takes some nine more instructions",
+    LARGE: "a score takes some sixteen more instructions, two of them the exponential unit's",
 }
 CLOCKS = "graph", "events", "wall"
 
@@ -33,6 +36,8 @@ CLOCKS = "graph", "events", "wall"
 def kind_of(workload: Workload) -> str:
     """What a cell is called: what changes its scores, or its mask."""
     changed = next((words for name, words in CHANGES.items() if name in workload.changes), None)
+    if workload.softcap == LOW:
+        return LARGE
     return changed or MASKS[type(workload.mask)]
 
 
