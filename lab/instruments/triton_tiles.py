@@ -4,8 +4,8 @@
     python lab/instruments/triton_tiles.py --out rows.jsonl "bwd: 128 causal: dkdv=64,128,8,3 | dkdv=32,64,4,4 dq=64,64,4,2" "fwd: ..."
 
 Each text has a direction, cells and trials. A cell: head_dim and full, causal, window, documents, softcap, ALiBi, bias or sink; or dropout, which is
-causal and not of the set. A trial: passes, and tile_m, tile_n, warps, stages and registers of each; the rest is what ships. Trials are compiled ahead,
-side by side, and their results compared with those of what ships. Of gradients the whole backward pass is timed.
+causal and not of the set. A trial: passes, and tile_m, tile_n, warps, stages and registers of each; the rest is what ships. Trials are compiled
+ahead, side by side, and their results compared with those of what ships. Of gradients the whole backward pass is timed.
 """
 
 import argparse
