@@ -1,13 +1,24 @@
 """Where figures in prose come from that no block of their page asserts and no generated table of it has.
 
 "= " is arithmetic. A path is a file in which the figure stands; with a formula behind it, of which all numbers stand there but powers of ten.
-What begins otherwise is said, not looked up.
+What begins otherwise is said, not looked up. A page that has a figure for several things names a source for each.
 """
+
+
+def more(path: str, a: float, b: float) -> str:
+    """Per cent that `a` is above `b`, where both stand in `path`."""
+    return f"{path}: ({a} / {b} - 1e0) * 1e2"
+
+
+def less(path: str, a: float, b: float) -> str:
+    return f"{path}: (1e0 - {a} / {b}) * 1e2"
+
 
 SHEETS = "src/tilewise/machine/sheets.py"
 WIDEST = "the widest access of a thread, and what the copy engine's addresses and strides are multiples of"
 NAN = "0 times NaN is NaN, by IEEE 754"
 NOT_KEPT = "an exploratory run, with day and machine on the page; its rows were not kept"
+HISTORY = "rows of the commits that the page names, in the history of benchmarks/results/h200.jsonl"
 PREDICTED = "a prediction, which the page calls one"
 GOAL = "to be reached, not measured"
 PEERS_TESTS = "a count of a peer's tests, by the command and commit on the page; what came of them is in the page's table"
@@ -41,11 +52,31 @@ HARD, BEYOND = "lab/rows/triton-hard-inputs-h200.jsonl", "lab/rows/hard-inputs-b
 TWO_GPUS = "benchmarks/results/distributed/h200-x2.jsonl"
 PLAN = "src/tilewise/backends/hopper/backward/plan.py"
 PROFILES = "benchmarks/results/profiles/h200.jsonl"
+FORWARD = "docs/hopper-forward.md"  # its tables
+MAXIMA, QUANTISER, PIECES = "lab/rows/forward-maxima-h100.jsonl", "lab/rows/quantiser-h100.jsonl", "lab/rows/fp8-pieces-h100.jsonl"
+WHOLE_UNITS, SHARED_MERGE = "lab/rows/decode-whole-units-h100.jsonl", "lab/rows/decode-shared-merge-and-fitted-shares-h100.jsonl"
+PREFIX, FLUSHED = "lab/rows/decode-prefix-h100.jsonl", "lab/rows/decode-flush-and-rows-h100.jsonl"
+LATENT = "lab/rows/decode-host-latent-h100.jsonl"  # and new tokens, and host time
+SERVING = "docs/guide/serving.md"  # its tables
+VLLM, AGREE = "benchmarks/results/vllm/h200.jsonl", {"56 %": 1153, "58 %": 1182, "57 %": 1167, "55 %": 1128, "60 %": 1234}
+TRITON, TILES, HOST_TRITON = "docs/triton.md", "lab/rows/triton-tiles-h200.jsonl", "lab/rows/host-time-triton-h200.jsonl"
+H100, H200 = "benchmarks/results/h100.jsonl", "benchmarks/results/h200.jsonl"
+HINTS, PREPARES, ADDERS = (f"lab/rows/backward-{name}-h200.jsonl" for name in ("hints", "prepares", "adders"))
+NEIGHBOURS, NEIGHBOURS_H200 = "lab/rows/backward-neighbours-h100.jsonl", "lab/rows/backward-neighbours-h200.jsonl"
+LONG, STALLS = "lab/rows/backward-long-h200.jsonl", "lab/rows/backward-stalls-h200.jsonl"
+HEADS, REPAIRS = "lab/rows/smaller-heads-h100.jsonl", "lab/rows/repairs-listed-usual-h100.jsonl"
+BACKWARD, TREES = "docs/hopper-backward.md", "lab/rows/trees-as-tiles-come-free-h200.jsonl"
 FP8 = "lab/rows/fp8-first-h100.jsonl"
 BEFORE = "lab/rows/hard-inputs-before-h100.jsonl"
 
 SOURCES = {  # page: figure: where it comes from
     "benchmarks.md": {
+        "100 %": "a bound, by arithmetic",
+        "55 %": "docs/benchmarks.md: 98.2 * (1e0 - 6 * 6 * 2048 * 131072 * 44653 / 972 / 1e12)",
+        "3 %": more(H100, 0.001769424, 0.001711088),
+        "4 %": less(CPU, 0.125444395, 0.13059496),
+        "13 %": less(CPU, 0.0887290715, 0.102101797),
+        "49.4 us": f"{H200}: 0.000049408 * 1e6",
         "160 MB": "src/tilewise/bench/sets/decode.py: 160000000 / 1e6",
         "2.5 times": "= 5 / 2",
         "1.05 times": GOAL,
@@ -87,6 +118,49 @@ SOURCES = {  # page: figure: where it comes from
         "1.5 times": "docs/context-parallel.md: 508 / 338",
     },
     "cpu-notes.md": {
+        "1 %": CPU_SESSION,
+        "2 %": CPU_SESSION,
+        "3 %": (f"{CPU_PARTS}, docs/cpu-notes.md: (1e0 - 23.6712 / 13.1775 / 1.85) * 1e2", CPU_SESSION),
+        "4 %": CPU_SESSION,
+        "4.4 %": f"{CPU_PARTS}: ((22.563 / 21.634 + 23.984 / 22.952) / 2 - 1e0) * 1e2",
+        "5 %": (more(CPU_PARTS, 696.9, 661.6), CPU_SESSION),
+        "6 %": CPU_SESSION,
+        "7 %": more(CPU_PARTS, 695.2, 648.3),
+        "8 %": CPU_SESSION,
+        "9 %": "rows of 3c19aff, in the history of benchmarks/results/cpu.jsonl",
+        "10 %": ("= (1 - 687 / 765) * 1e2", CPU_SESSION),
+        "11 %": (f"{CPU_PARTS}: (5.2041 - 4.6241) / 5.2041 * 1e2", CPU_SESSION),
+        "13 %": f"{CPU}, docs/cpu-notes.md: 730926463195 / (2820 + 2880) / 1e9 * 1e2",
+        "14 %": ("= 100 - 86", CPU_SESSION),
+        "15 %": (f"{CPU}, docs/cpu-notes.md: 839924430818 / (2820 + 2880) / 1e9 * 1e2", CPU_SESSION),
+        "26 %": (f"{CPU}, docs/cpu-notes.md: 1455871889066 / (2820 + 2880) / 1e9 * 1e2", CPU_SESSION),
+        "27 %": f"{CPU}, docs/cpu-notes.md: 1556824743424 / (2820 + 2880) / 1e9 * 1e2",
+        "66 %": f"{CPU_PARTS}: 2.8924 / 4.4039 * 1e2",
+        "80 %": CPU_TARGET,
+        "85 %": f"{CPU_PARTS}, docs/cpu-notes.md: 2.8924 / (4.4039 / 1.3) * 1e2",
+        "86 %": ("= 101 / 117 * 1e2", CPU_SESSION),
+        "89 %": "= 1170 / 1321 * 1e2",
+        "90 %": "= 105 / 117 * 1e2",
+        "93 %": "= 33.5 / 36.0 * 1e2",
+        "97 %": "= 1270 / 1306 * 1e2",
+        **dict.fromkeys(("16 %", "17 %", "18 %", "20 %", "30 %", "41 %", "45 %", "48 %", "57 %", "67 %"), CPU_SESSION),
+        **dict.fromkeys(("70 %", "76 %", "95 %", "107 %"), CPU_SESSION),
+        "0.5 ms": f"{CPU_PARTS}, docs/cpu-notes.md: 4.4039 / 1.3 - 2.8924",
+        "0.6 ms": f"{CPU_PARTS}: 5.2041 - 4.6241",
+        "0.7 ms": f"{CPU_PARTS}: 22.032 - 21.292",
+        "1.6 ms": f"{CPU_PARTS}: 20.873 - 19.312",
+        "2.8 ms": f"{CPU_PARTS}: 34.7293 - 31.9311",
+        "3.27 ms": f"{CPU_PARTS}: 3.2658",
+        "4.8 ms": f"{CPU_PARTS}, docs/cpu-notes.md: 15.3093 / 3.2",
+        "9.1 ms": f"{CPU}: 0.0090934870 * 1e3",
+        "14.5 ms": f"{CPU_PARTS}: 14.464",
+        "16.4 ms": f"{CPU_PARTS}: 16.399",
+        "23.7 ms": f"{CPU_PARTS}: 23.6712",
+        "26.5 ms": f"{CPU}: 0.0264944280 * 1e3",
+        "32.6 ms": f"{CPU_PARTS}, docs/cpu-notes.md: 42.3677 / 1.3",
+        **dict.fromkeys(("0.1 ms", "0.125 ms", "0.28 ms", "0.3 ms", "1.5 ms", "4.1 ms", "12 ms", "41 ms", "61 ms"), CPU_SESSION),
+        **dict.fromkeys(("61 us", "115 us", "192 us", "280 us", "310 us"), CPU_SESSION),
+        **dict.fromkeys(("2.1 ms", "2.9 ms", "4.9 ms"), NOT_KEPT),
         "2.5 times": "= 5 / 2",  # and the target of packed documents
         "1.29 times": "= (224 / 197)**2",
         "1.3 times": f"{CPU_PARTS}: 29.7258 / 22.8213",
@@ -135,6 +209,13 @@ SOURCES = {  # page: figure: where it comes from
     "features.md": {"1.25 times": GOAL, "100 s": "src/tilewise/cli/grammar.py"},
     "guide/eight-bits.md": {"7 %": PREDICTED, "1.13 times": "docs/benchmarks.md: 867.9 / 764.9"},
     "guide/serving.md": {
+        "10 %": less(SERVING, 40.4, 44.9),
+        "20 us": NOT_KEPT,
+        **dict.fromkeys(("100 us", "10 ms"), "supposed, as the page says"),
+        "2.17 ms": "lab/rows/vllm-decode-busy-host-h200.jsonl",
+        "3 %": less(SERVING, 5.17, 5.32),
+        "7 %": less(SERVING, 3.73, 4.01),
+        **{figure: f"{VLLM}: {tokens} / 2048 * 1e2" for figure, tokens in AGREE.items()},
         "383 MB": "lab/2026-11-30.md",
         "590 TFLOP/s": "lab/rows/decode-overlapped-chunks-h100.jsonl: 589.8",
     },
@@ -152,6 +233,78 @@ SOURCES = {  # page: figure: where it comes from
         "1.48 times": "docs/guide/your-gpu.md: 220 / 149",
     },
     "hopper-backward.md": {
+        "0.1 %": (more(HINTS, 1.8490, 1.8471), more(HINTS, 2.1175, 2.1153)),
+        "0.2 %": (less(HINTS, 0.6236, 0.6251), more(REPAIRS, 0.001104928, 0.001102624)),
+        "0.3 %": more(HINTS, 0.7553, 0.7533),
+        "0.4 %": less(PREPARES, 0.4046, 0.4063),
+        "0.5 %": (
+            *(more(LONG, 17.089, 16.996), less(HINTS, 0.6496, 0.653168), more(HINTS, 0.3237, 0.3222), less(HINTS, 1.4461, 1.4530)),
+            *(more(REPAIRS, 0.002949856, 0.002934976), NOT_KEPT, PREDICTED),
+        ),
+        "0.7 %": less(PREPARES, 1.0909, 1.0982),
+        "0.8 %": less(HINTS, 0.7859, 0.7920),
+        "0.9 %": (less(PREPARES, 0.7834, 0.7904), less(HINTS, 0.3006, 0.3032)),
+        "1 %": (
+            *(less(HEADS, 0.00112934, 0.00113854), less(HEADS, 0.0011513, 0.0011687), less(NEIGHBOURS_H200, 8.2384, 8.3143)),
+            *(more(NEIGHBOURS, 2.3556, 2.3305), NOT_KEPT, less(ADDERS, 1.3362, 1.3433), less(NEIGHBOURS, 9.7013, 9.8132)),
+            more(HINTS, 1.4467, 1.4379),
+        ),
+        "1.2 %": (more("lab/2026-11-22.md", 0.344, 0.340), f"{STALLS}: 0.0117 * 1e2"),
+        "1.3 %": more(HINTS, 0.4099, 0.4045),
+        "1.4 %": more(NEIGHBOURS, 8.7652, 8.641),
+        "2 %": (
+            *(more(NEIGHBOURS_H200, 9.6104, 9.4171), more(NEIGHBOURS_H200, 9.7627, 9.5832), more(ADDERS, 4.9017, 4.8067)),
+            *(NOT_KEPT, PREDICTED),
+        ),
+        "2.2 %": more("lab/2026-11-21.md", 1.259, 1.232),
+        "2.3 %": less(HINTS, 0.3914, 0.4006),
+        "3 %": (
+            *(less(HEADS, 0.00094672, 0.0009747), less(HEADS, 0.0027531, 0.0028477), "lab/2026-11-26-night.md", NOT_KEPT),
+            *(more(LONG, 17.589, 16.996), less(LONG, 131.732, 135.532), f"{STALLS}: 0.0297 * 1e2"),
+            *(more(BACKWARD, 645.5, 626.9), more(BACKWARD, 688.5, 667.8)),
+        ),
+        "4 %": (
+            *(more(NEIGHBOURS_H200, 2.4284, 2.3340), more(ADDERS, 2.2967, 2.2059), more(PREPARES, 0.4202, 0.4043)),
+            *(more(HINTS, 0.4238, 0.4057), less(ADDERS, 8.7398, 9.1092)),
+        ),
+        "4.7 %": more("lab/2026-11-21.md", 0.377, 0.360),
+        "5 %": (
+            *(more(ADDERS, 5.0441, 4.8067), less(ADDERS, 9.9967, 10.4772), more(PREPARES, 0.8398, 0.8013)),
+            *(more("lab/2026-11-21.md", 422, 403), more(BACKWARD, 589.9, 562.9)),
+        ),
+        "0 %": NOT_KEPT,
+        "6 %": (NOT_KEPT, more(NEIGHBOURS, 0.4708, 0.4438), more(BACKWARD, 14.147, 13.353)),
+        "7 %": (
+            *(less(HEADS, 0.0015012, 0.0016143), less(HEADS, 0.0004282, 0.0004588), "lab/2026-11-26-night.md"),
+            *(less("lab/2026-11-21.md", 548, 588), NOT_KEPT, more(BACKWARD, 2310, 2162)),
+        ),
+        "8 %": (less(HEADS, 0.0020611, 0.0022389), f"{STALLS}: 0.0821 * 1e2"),
+        "9 %": more("lab/2026-11-21.md", 564, 516),
+        "12 %": more(BACKWARD, 1064, 953),
+        "17 %": more(BACKWARD, 18.094, 15.488),
+        "18 %": more(NEIGHBOURS, 0.5479, 0.4662),
+        "27 %": more(PREPARES, 0.6189, 0.4872),
+        "29 %": more(NEIGHBOURS, 1.5978, 1.2399),
+        "45 %": more("lab/rows/masks-under-tables-h200.jsonl", 4.8780160, 3.3737919),
+        "80 %": more(NEIGHBOURS, 8.1306, 4.5208),
+        "85 %": NOT_KEPT,
+        "1.5 us": f"{REPAIRS}: (0.00013928 - 0.000137824) * 1e6",
+        "84 us": f"{REPAIRS}: 0.000083744 * 1e6",
+        "138 us": f"{REPAIRS}: 0.000137824 * 1e6",
+        "5 us": NOT_KEPT,
+        "49 us": "lab/2026-11-21.md",
+        "4.80 ms": "lab/rows/backward-groups-h100.jsonl: 4.798272",
+        "9.5 ms": f"{NEIGHBOURS_H200}: 9.544576",
+        "9.9 ms": f"{NEIGHBOURS_H200}: 9.8626",
+        "4.3 ms": f"{NEIGHBOURS}: 4.2851",
+        "5.2 ms": f"{NEIGHBOURS}: 5.2327",
+        **dict.fromkeys(("313.6 ms", "284.5 ms", "135.5 ms", "274.6 ms", "19.1 ms", "14.3 ms"), LONG),
+        "21.2 ms": f"{H200}: 0.0212094 * 1e3",
+        "12.2 ms": f"{H200}: 0.0122197 * 1e3",
+        "19.0 ms": TREES,
+        "10.2 ms": TREES,
+        "31 ms": "lab/2026-11-29.md",
+        "30 ms": "a limit of the run",
         "8 bytes": PLAN,
         **dict.fromkeys(("511 TFLOP/s", "483 TFLOP/s", "425 TFLOP/s"), "lab/2026-11-30.md"),
         "380 TFLOP/s": GOAL,
@@ -178,6 +331,51 @@ SOURCES = {  # page: figure: where it comes from
         "128 runs": "head_dim 128, which runs at the same speed",
     },
     "hopper-decode.md": {
+        "5,000 clocks": "= 128 * 512 / 13",
+        "2,520 clocks": "= 64 * 512 / 13",
+        "1,250 clocks": "src/tilewise/backends/hopper/decode/config.py",
+        "1,750 clocks": "src/tilewise/backends/hopper/decode/config.py",
+        "1,200 clocks": "src/tilewise/backends/hopper/decode/call.py",
+        "272 clocks": "= 34 * 8",
+        "512 clocks": "= 2 * 2 * 64 * 64 * 128 / 4096",
+        "20 clocks": "= 256 / 13",
+        "12 clocks": "= 1536 / 128",
+        "15 clocks": "= 1920 / 128",
+        "6 clocks": "counted in SASS",
+        "1,000 clocks": "lab/2026-11-26-latent.md",
+        "3,700 clocks": "= 1000 + 2700",
+        "194.7 us": "lab/rows/decode-second-h100.jsonl",
+        "179.8 us": "lab/rows/decode-aligned-decode-h100.jsonl",
+        "0.5 us": f"{WHOLE_UNITS}: 37.53 - 37.04",
+        "2.3 %": less(WHOLE_UNITS, 37.25, 38.14),
+        "1.8 %": more(WHOLE_UNITS, 108.32, 106.37),
+        "7 us": "lab/rows/decode-short-launches-h100.jsonl: 7.03",
+        "103 us": PREDICTED,
+        "1 %": more("lab/rows/decode-fitted-blocks-h100.jsonl", 97.62, 96.66),
+        "19 us": "= 33 * 128 * 128 * 4 / 64 / 1.755e9 * 1e6",
+        "0.6 us": ("= 1250 / 1.98e9 * 1e6", NOT_KEPT),
+        "1 us": NOT_KEPT,
+        "7.2 us": f"{SHARED_MERGE}: 7.25",
+        "1.2 us": f"{SHARED_MERGE}: 38.02 - 36.77",
+        "4.9 us": NOT_KEPT,
+        "32 us": f"{PREFIX}: 32.03",
+        **dict.fromkeys(("112 us", "42 us"), PREDICTED),
+        "5 us": f"{PREFIX}: 52.91 - 47.86",
+        "8 us": f"{PREFIX}: 142.85 - 134.53",
+        "100 us": "= 302e6 / 3.02e12 * 1e6",
+        "10 us": f"{FLUSHED}: 698.1 - 688.3",
+        "688.2 us": FLUSHED,
+        "2 %": (f"{FLUSHED}: (1e0 - 359.7 / 366.7) * 1e2", "a limit"),
+        "8.4 us": "lab/rows/decode-fitted-blocks-h100.jsonl: 8.41",
+        **dict.fromkeys(("26 us", "1.6 us", "18 us"), "by a model, which the page says"),
+        "896 us": "lab/rows/decode-overlapped-chunks-h100.jsonl: 896.13",
+        "1,057 us": "lab/rows/decode-overlapped-chunks-h100.jsonl: 1056.96",
+        "0.9 us": f"{LATENT}: 8.16 - 7.24",
+        "1.9 us": f"{LATENT}: 183.98 - 182.06",
+        "13.4 us": "lab/rows/host-time-h100.jsonl: 13.37",
+        "117 us": f"{LATENT}: 116.5",
+        "157 us": f"{LATENT}: 157.28",
+        "38 us": f"{LATENT}: 37.75",
         "464 TFLOP/s": "lab/rows/decode-host-latent-h100.jsonl",
         "13 bytes": "lab/2026-11-26-latent.md",
         "64 KB": "= 2 * 2 * 64 * 128 * 2 / 1024",
@@ -199,6 +397,43 @@ SOURCES = {  # page: figure: where it comes from
         "128 registers": "= 64 * 512 / (2 * 128)",
     },
     "hopper-forward.md": {
+        "10 %": (more(MAXIMA, 822.1, 749.2), "lab/2026-11-22.md: (1.102 - 1e0) * 1e2", NOT_KEPT),
+        "14 %": more(MAXIMA, 525.6, 460.7),
+        "2 %": (more(MAXIMA, 616.3, 603.9), more(MAXIMA, 790.3, 775.6), more(PIECES, 944.2, 921.8), more(QUANTISER, 149.7, 146.3)),
+        "1 %": (
+            *(more(MAXIMA, 458.3, 454.2), more(MAXIMA, 640.0, 634.9), NOT_KEPT, less(QUANTISER, 147.3, 148.3), more(FORWARD, 512.8, 509.1)),
+            *(more(FORWARD, 642.8, 637.3), more("docs/benchmarks.md", 752.3, 744.8), more("docs/benchmarks.md", 546.5, 538.5)),
+            *(more(FORWARD, 2.234, 2.219), more(FORWARD, 347, 345), more(FORWARD, 604, 597)),
+        ),
+        "3 %": (
+            NOT_KEPT,
+            more(PIECES, 918.2, 893.9),
+            less(QUANTISER, 144.5, 148.9),
+            more(FORWARD, 272, 265),
+            "= (16 - 2048 / 132) / 16 * 1e2",
+        ),
+        "4 %": (less(QUANTISER, 152.4, 158.1), more(FORWARD, 1006, 966)),
+        "5 %": (more(FORWARD, 499.1, 475.2), more(FORWARD, 0.768, 0.729)),
+        "7 %": (NOT_KEPT, more("docs/benchmarks.md", 492.8, 461.5), more(FORWARD, 142, 133)),
+        "8 %": more(QUANTISER, 159.5, 147.7),
+        "9 %": less(QUANTISER, 164.2, 180.6),
+        "12 %": less(QUANTISER, 158.1, 179.5),
+        "91 %": more(QUANTISER, 313.1, 164.2),
+        "95 %": f"{FORWARD}: 95.3",
+        "89 %": "benchmarks/results/h200.jsonl, lab/rows/four-sets-h200.jsonl: 538968064 / 0.000141664 / 4257366330891 * 1e2",
+        **dict.fromkeys(("81.5 %", "90.7 %", "83.1 %"), FORWARD),
+        "2,048 clocks": "= 2 * 2 * 128**3 / 4096",
+        "1,024 clocks": "= 2 * 2 * 128 * 128 * 64 / 4096",
+        "512 clocks": "= 2 * 2 * 128 * 128 * 64 / 8192",
+        "1,056 clocks": "= (128 * 128 + 2 * 256) / 16",
+        "130 us": "= (4 * 2 + 3) * 16384 * 2048 / 2.83e12 * 1e6",
+        "140 us": f"{QUANTISER}: 140.1",
+        "144 us": f"{QUANTISER}: 144.0",
+        "26 us": f"{QUANTISER}: 26.3",
+        "200 us": f"{QUANTISER}: 200.4",
+        "271 us": f"{QUANTISER}: 271.2",
+        "142 us": "benchmarks/results/h200.jsonl: 0.000141664 * 1e6",
+        "69 us": "= 256 * 16 * 128**2 / 2 * 4 * 128 / 250e12 * 1e6",
         "250 TFLOP/s": GOAL,
         "75 times": f"{BEFORE}: 821.9 / 11.0",
         "1,600 times": f"{BEFORE}: 821.9 / 0.5",
@@ -246,6 +481,26 @@ SOURCES = {  # page: figure: where it comes from
         "5 times": NOT_KEPT,
     },
     "triton.md": {
+        "10.8 ms": "lab/rows/triton-tune-h100.jsonl: 0.010751680 * 1e3",
+        "4 %": (less(TRITON, 295.5, 306.8), less(TRITON, 258.5, 269.0), less(TILES, 2.1274, 2.2218), less(H100, 0.001755696, 0.001836192)),
+        "1 %": (less(TRITON, 430.5, 436.3), HISTORY),
+        "16 %": NOT_KEPT,
+        "8 %": more("lab/rows/triton-tune-h100.jsonl", 0.00068064, 0.000632224),
+        "14 %": HISTORY,
+        "6 %": (HISTORY, less(TILES, 0.4843, 0.5139), more(TILES, 2.2272, 2.107)),
+        "0.232 ms": f"{TILES}: 0.2325",
+        "0.93 ms": f"{TILES}: 0.9344",
+        "3 %": ("lab/2026-11-30.md", HISTORY),
+        "5 %": HISTORY,
+        "13 %": HISTORY,
+        "7 %": PREDICTED,
+        "55 %": less(H100, 0.000174368, 0.000389568),
+        "34 us": f"{HOST_TRITON}: 34.29",
+        "99 us": f"{HOST_TRITON}: 98.79",
+        "244 us": f"{HOST_TRITON}: 243.62",
+        "537 us": f"{HOST_TRITON}: 537.44",
+        "85 %": GOAL,
+        "8 ms": "lab/rows/triton-tune-sm80-h200.jsonl: 0.007932128 * 1e3",
         "277 TFLOP/s": "lab/rows/triton-tiles-h200.jsonl, lab/rows/triton-tune-masks-h200.jsonl: 64428703744 / 0.2325 / 1e9",
         "46 TFLOP/s": "lab/2026-11-29.md",
         "35 TFLOP/s": "lab/2026-11-29.md",
