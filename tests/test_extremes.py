@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capped import held_at_the_cap
 
 import tilewise as tw
 from tilewise.backends.cpu import Cpu, native
@@ -55,6 +56,15 @@ def test_a_softcap_that_fp32_cannot_hold_is_a_bound_still(softcap, seqlen_q, bac
 def test_a_scale_that_overflows_beside_its_softcap(softcap, scale, backend):
     q, k = inputs()
     check(backend, Call(q=q, k=k, v=k, mask=Causal(), scale=scale, softcap=softcap, grad=True))
+
+
+def test_gradients_at_the_cap(backend):
+    held_at_the_cap(backend, range(5, 17))
+
+
+@pytest.mark.parametrize("backend", [Tiled(), Reference()], ids=lambda backend: type(backend).__name__)
+def test_gradients_at_the_cap_in_fp64(backend):
+    held_at_the_cap(backend, range(5), torch.float64)
 
 
 def test_hopper_s_factors_of_any_softcap():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 import append_problems
+import capped
 import decode_problems
 import decode_shares
 import pytest
@@ -388,3 +389,7 @@ def a_softcap_bends(loud: slice) -> None:
     q[0, 9] = math.nan
     o, lse = Triton().forward(call)
     assert o[0, 9].isnan().all() and lse[0, 0, 9].isnan() and o.isnan().any(-1).sum() == 1
+
+
+def gradients_at_the_cap() -> None:
+    capped.held_at_the_cap(Triton(), (6, 10, 12))

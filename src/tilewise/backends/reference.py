@@ -134,8 +134,8 @@ def visible_scores(call: Call) -> Scores:
 def _scores(call: Call, visible: Tensor) -> Scores:
     s, chain = PairProducts.apply(fold(call, call.q), call.k.transpose(1, 2), visible) * call.scale, None
     if call.softcap > 0.0:
-        bounded = torch.tanh(s / call.softcap)
-        s, chain = call.softcap * bounded, 1.0 - bounded.detach() ** 2
+        inner = s / call.softcap
+        s, chain = call.softcap * torch.tanh(inner), inner.detach().cosh() ** -2  # of which 1 - tanh^2 has nothing left near the cap
     if call.bias is not None:
         s = s + _per_pair(call, call.bias).masked_fill(~visible, 0.0)
     if call.alibi_slopes is not None:

@@ -81,5 +81,9 @@ def test_a_softcap_bends(loud):
     interpreted(problems.a_softcap_bends, loud)
 
 
+def test_gradients_at_the_cap():
+    interpreted(problems.gradients_at_the_cap)
+
+
 def test_a_large_lse_bounds_its_gradients():
     interpreted(bounded)

@@ -60,10 +60,9 @@ class Scores:
         if self.unit == 1.0:
             s.mul_(self.factor)  # Eq. 1
         if softcap:
-            s.tanh_()  # Eq. 29
-            if slope:
-                derivative = torch.mul(s, s, out=self.buffer("slope", *s.shape[1:])).neg_().add_(1.0)  # Eq. 30
-            s.mul_(softcap)
+            if slope:  # of which 1 - tanh^2 has nothing left near the cap
+                derivative = torch.cosh(s, out=self.buffer("slope", *s.shape[1:])).pow_(-2)  # Eq. 30
+            s.tanh_().mul_(softcap)  # Eq. 29
         pairs = self.split(s)
         if self.call.bias is not None:
             pairs.add_(cut(self.part.pairs(self.call.bias), ALL, ALL, slice(i0, i1), ALL, slice(j0, j1)))

@@ -17,7 +17,7 @@ from tilewise.backends.triton import config as configs
 from tilewise.backends.triton.config import ROWS, SMALL
 from tilewise.backends.triton.eight_bits import Given, Quantiser
 from tilewise.backends.triton.gradients import Gradients
-from tilewise.backends.triton.kernels import backward, forward
+from tilewise.backends.triton.kernels import backward, forward, scores
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
@@ -25,7 +25,7 @@ from tilewise.backends.triton.targets import Target, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import DeviceDocuments, Documents, Mask, SlidingWindow
 from tilewise.masks.mask import Plane
-from tilewise.problem import Call, Dropout, in_fp32
+from tilewise.problem import Call, DecodeCall, Dropout, in_fp32
 
 WORD = 2**32
 KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long, and is not kept
@@ -389,9 +389,14 @@ def once(config: configs.Config) -> configs.Config:
     return config._replace(stages=1, registers=0)
 
 
+def softcap_of(call: Call | DecodeCall) -> bool | int:
+    """The kernels' constant SOFTCAP."""
+    return call.softcap > 0.0 and (scores.STEEP.value if call.q.dtype == torch.float32 else True)
+
+
 def _flags(call: Call) -> dict[str, object]:
     """The constants that say what becomes of scores."""
-    flags: dict[str, object] = {"SOFTCAP": call.softcap > 0.0, "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
+    flags: dict[str, object] = {"SOFTCAP": softcap_of(call), "BIAS": call.bias is not None, "ALIBI": call.alibi_slopes is not None}
     return flags | {
         "MODIFIED": any(flags.values()) or call.scale <= 0.0,  # a plain score is scaled in the exponent, where 0 * -inf is NaN
         "DIAGONALS": call.diagonal is not None,

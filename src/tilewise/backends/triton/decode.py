@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewise.backends.tables.window import window_of
 from tilewise.backends.triton import config as configs
 from tilewise.backends.triton import helpers, merging
-from tilewise.backends.triton.bound import PARTS, on, wide
+from tilewise.backends.triton.bound import PARTS, on, softcap_of, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
@@ -127,7 +127,7 @@ class Decoder:
         bits = ["" if x.dtype == self.dtype else "own" if x.dtype == stored else "e4m3"
                 for x, stored in zip((call.k_cache, call.v_cache), self.stored, strict=True)]  # fmt: skip
         scaled = ["" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)]
-        changes = {"SOFTCAP": call.softcap > 0.0, "ALIBI": call.alibi_slopes is not None}
+        changes = {"SOFTCAP": softcap_of(call), "ALIBI": call.alibi_slopes is not None}
         constants = {
             "RAGGED": shares.ragged, "SPLIT": shares.splits > 1 or self.prefix or self.parts, "JOINS": self.prefix,
             "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,

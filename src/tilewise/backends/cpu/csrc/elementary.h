@@ -37,16 +37,22 @@ TW_INLINE vf exp_of(vf x) {
   return x;
 }
 
-// tanh(x) = sign(x) e / (e + 2), e = exp(2|x|) - 1 = 2^n (2^f - 1) + (2^n - 1): relative accuracy down to x = 0.
-TW_INLINE vf tanh_of(vf x) {
+// tanh(x) = sign(x) e / (e + 2), e = exp(2|x|) - 1 = 2^n (2^f - 1) + (2^n - 1): relative accuracy down to x = 0. slope: 1 - tanh^2 =
+// r (2 - r) with r = 2 / (e + 2) = 1 - |tanh|, relative accuracy up to the cap; 0 beyond 43, where it is 2e-37.
+TW_INLINE vf tanh_of(vf x, vf& slope) {
   const vi sign = (vi)x & splat((int32_t)0x80000000);
-  vf a = (vf)((vi)x ^ sign);
-  a = a > splat(10.f) ? splat(10.f) : a;  // tanh(10) rounds to 1; NaN stays
+  const vf size = (vf)((vi)x ^ sign), a = size > splat(43.f) ? splat(43.f) : size;  // NaN stays
   const vf t = a * (2.f * kLog2e) + kMagic, f = a * (2.f * kLog2e) - (t - kMagic);
   vf p = splat(kExp2[5]);
   TW_UNROLL for (int c = 4; c >= 0; c--) p = p * f + splat(kExp2[c]);
-  const vf e = power_of_two(t) * (p * f) + (power_of_two(t) - 1.f), y = e / (e + 2.f);
+  const vf e = power_of_two(t) * (p * f) + (power_of_two(t) - 1.f), y = e / (e + 2.f), r = 2.f / (e + 2.f);
+  slope = size > splat(43.f) ? vf{} : r * (2.f - r);
   return (vf)((vi)y | sign);
+}
+
+TW_INLINE vf tanh_of(vf x) {
+  vf slope;
+  return tanh_of(x, slope);
 }
 
 // log(x) for normal x > 0 (a sum of exponentials): x = 2^n m with m in [sqrt(1/2), sqrt(2)), log m = 2 atanh((m - 1) / (m + 1)).

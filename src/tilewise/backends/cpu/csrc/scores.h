@@ -43,9 +43,9 @@ static void apply_softcap(float* s, float* ds, int64_t lds, float softcap, int64
   for (int64_t j = 0; j < keys; j++)
     for (int v = 0; v < vectors; v++) {
       float* p = s + j * lds + v * L;
-      const vf t = tanh_of(load(p));
-      store(p, t * softcap);
-      if (ds) store(ds + j * lds + v * L, 1.f - t * t);
+      vf slope;
+      store(p, tanh_of(load(p), slope) * softcap);
+      if (ds) store(ds + j * lds + v * L, slope);
     }
 }
 
