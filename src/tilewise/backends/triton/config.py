@@ -353,11 +353,11 @@ OF_WEIGHTS: dict[tuple[str, str, int, int, Weight] | tuple[str, str, int, int, W
     ("sm80", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
     ("sm86", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
     ("sm90", "forward", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "forward", 2, 128, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
+    ("sm90", "forward", 2, 128, "pairs"): (Config(128, 64, 8, 3), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 64, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "pairs"): (Config(32, 128, 8, 4), TIMED_AGAIN),
     ("sm90", "dq", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "dq", 2, 128, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
+    ("sm90", "dq", 2, 128, "pairs"): (Config(128, 64, 8, 3), TIMED_AGAIN),
 }
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold
     "scores": {"forward": (128, 64)},
