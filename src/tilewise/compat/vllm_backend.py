@@ -300,7 +300,9 @@ class Impl(AttentionImpl):
         """Keys and values of long chunks, as `Chunks.copied`. None where `decode` is to read pages: for windows, 8 bits, ranks and where a sequence's
         bits are its own; and where there is no memory for them.
         """
-        apart = self.dcp_world_size > 1 or self.options["split"] is not None or self.options["mask"] is not None or self.kv_cache_dtype in E4M3
+        apart = (
+            self.dcp_world_size > 1 or self.options["split"] is not None or self.options["mask"] is not None or self.kv_cache_dtype in E4M3
+        )
         if apart or chunks.sequence.shape[0] * kv_cache[0, :, 0].nbytes > MOST_COPIED:
             return None
         try:
