@@ -126,6 +126,7 @@ def test_long_chunks_are_copied_out_of_their_pages(monkeypatch, kind, layer, lay
     standin.install(monkeypatch, cpu=False)[0] = layout
     backend = importlib.import_module("tilewise.compat.vllm_backend")
     monkeypatch.setattr(backend, "LONG", 5)
+    monkeypatch.setattr(backend, "PAIRS", 0)
     called = []
     for name in ("decode", "attention_varlen"):
         function = getattr(backend, name)

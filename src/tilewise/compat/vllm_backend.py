@@ -37,7 +37,8 @@ MEMORY = {  # the order of dimensions in memory, without and with a dimension of
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
 }
 SPLIT = 256  # keys of a piece, where a sequence's bits are to be its own
-LONG = 2048  # new tokens of a sequence from which its keys are copied out of their pages
+LONG = 2048  # new tokens that each key has to meet for keys to be copied out of their pages
+PAIRS = 2**29  # of new tokens and keys, from which a copy gains more than the host takes for it
 MOST_COPIED = 2**30  # bytes that they may take, beside vLLM's pool
 
 
@@ -141,11 +142,11 @@ class Chunks:
 
     @classmethod
     def of(cls, common: Any) -> "Chunks | None":
-        """None where sequences have too few new tokens for so many keys: each key is to meet LONG queries."""
+        """None where there are too few pairs, in all or for each key."""
         if common.max_query_len < LONG:
             return None
         lengths = common.seq_lens.cpu().long()
-        if int((common.query_start_loc_cpu.diff() * lengths).sum()) < LONG * int(lengths.sum()):
+        if int((common.query_start_loc_cpu.diff() * lengths).sum()) < max(PAIRS, LONG * int(lengths.sum())):
             return None
         sequence = torch.arange(lengths.shape[0], dtype=torch.int64, device="cpu").repeat_interleave(lengths)
         ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
