@@ -108,7 +108,7 @@ def run(job: Job) -> Callable[[], Sequence[torch.Tensor]]:
     if job.direction == "fwd":
         return lambda: bound.results(call)
     o, lse = bound.results(call)
-    return lambda: bound.backward(call.q, call.k, call.v, o, lse, inputs.d_o, call.dropout, call.extras, False)[:3]
+    return lambda: bound.backward(call.q, call.k, call.v, o, lse, inputs.d_o, None, call.extras, False)[:3]
 
 
 def compile_all(job: Job, target: Target) -> str:
