@@ -38,7 +38,7 @@ MEMORY = {  # the order of dimensions in memory, without and with a dimension of
 }
 SPLIT = 256  # keys of a piece, where a sequence's bits are to be its own
 LONG = 2048  # new tokens that each key has to meet for keys to be copied out of their pages
-PAIRS = 2**29  # of new tokens and keys in all: a copy gained 10 % of a prefill there and lost 10 at an eighth of it (H200)
+PAIRS = 2**29  # of new tokens and keys in all: a copy gained 10 % of a prefill there and lost 10 at a sixth of it (H200)
 MOST_COPIED = 2**30  # bytes that they may take, beside vLLM's pool
 
 

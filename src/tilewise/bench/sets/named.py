@@ -359,7 +359,7 @@ def _workload(
     return Workload(name=name, **sizes, head_dim=dim, head_dim_v=dim_v, mask=mask, **(changes or {}))
 
 
-LOW = 1.0  # softcap of scores of a normal distribution
+LOW_SOFTCAP = 1.0  # softcap of scores of a normal distribution
 
 
 def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
@@ -369,7 +369,9 @@ def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     """
     documents = Documents([*range(0, 8193, 1024)], inner=Causal())
     cells = [(mask, {}) for mask in (Full(), Causal(), SlidingWindow(1023, 0), documents)]
-    cells += [(Causal(), changes) for changes in ({"softcap": 30.0}, {"alibi": True}, {"bias": "qk"}, {"sink": True}, {"softcap": LOW})]
+    cells += [
+        (Causal(), changes) for changes in ({"softcap": 30.0}, {"alibi": True}, {"bias": "qk"}, {"sink": True}, {"softcap": LOW_SOFTCAP})
+    ]
     sizes = {"name": "triton", "batch": 1, "seqlen_q": 8192, "dtype": dtype, "direction": direction}
     return [Workload(**sizes, heads_q=2048 // dim, head_dim=dim, mask=mask, **changes) for dim in (128, 64) for mask, changes in cells]
 

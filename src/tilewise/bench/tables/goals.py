@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tilewise.bench.sets import SETS, Workload
-from tilewise.bench.sets.named import LOW
+from tilewise.bench.sets.named import LOW_SOFTCAP
 from tilewise.bench.store import Row
 from tilewise.bench.tables.rows import MISSING, header, line
 from tilewise.masks import Causal, Documents, Full, SlidingWindow
@@ -39,9 +39,9 @@ CLOCKS = "graph", "events", "wall"
 
 def kind_of(workload: Workload) -> str:
     """What a cell is called: what changes its scores, or its mask."""
-    changed = next((words for name, words in CHANGES.items() if name in workload.changes), None)
-    if workload.softcap == LOW:
+    if workload.softcap == LOW_SOFTCAP:
         return LARGE
+    changed = next((words for name, words in CHANGES.items() if name in workload.changes), None)
     return changed or MASKS[type(workload.mask)]
 
 
