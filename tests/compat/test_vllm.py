@@ -1,5 +1,6 @@
 """vLLM's backend: what it answers, batches of every kind in both layouts against attention alone, padding, caches of 8 bits, refusals; the engine."""
 
+import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +16,7 @@ import torch
 import vllm_standin as standin
 
 import tilewise as tw
-from tilewise.compat import vllm
+from tilewise.compat import vllm, vllm_chunks
 from tilewise.errors import UnsupportedError
 
 HEADS, HEADS_K, DIM, BLOCK = 4, 2, 16, 16
@@ -111,34 +112,35 @@ def attends(backend, kind, layer):
     held(output, query, keys, values, new, layer, options)
 
 
-def raises(error):
-    def function(*_):
-        raise error
-
-    return function
+class NoMemory:
+    def __getitem__(self, place):
+        raise torch.OutOfMemoryError
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_long_chunks_are_copied_out_of_their_pages(monkeypatch, kind, layer, layout):
-    """But those of 8 bits and of windows, where most sequences have few new tokens, and where memory is short."""
+    """But those of 8 bits and of windows, where most sequences have few new tokens, where pairs are few, and where memory is short."""
     standin.install(monkeypatch, cpu=False)[0] = layout
     backend = importlib.import_module("tilewise.compat.vllm_backend")
-    monkeypatch.setattr(backend, "LONG", 5)
-    monkeypatch.setattr(backend, "PAIRS", 0)
+    monkeypatch.setattr(vllm_chunks, "LONG", 5)
     called = []
     for name in ("decode", "attention_varlen"):
         function = getattr(backend, name)
         monkeypatch.setattr(backend, name, lambda *x, name=name, function=function, **y: called.append(name) or function(*x, **y))
+    attends(backend, kind, layer)
+    monkeypatch.setattr(vllm_chunks, "PAIRS", 0)
+    attends(backend, kind, layer)
     copied = kind in ("prompts", "mixed", "one") and layer not in ("e4m3", "window")
+    assert called == ["decode", "attention_varlen" if copied else "decode"]
+    of = vllm_chunks.Chunks.of
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm_chunks.Chunks, "of", lambda common: (found := of(common)) and dataclasses.replace(found, block_table=NoMemory()))
+        attends(backend, kind, layer)
+    monkeypatch.setattr(vllm_chunks, "MOST_COPIED", 1000)
     attends(backend, kind, layer)
-    assert called == ["attention_varlen" if copied else "decode"]
-    monkeypatch.setattr(backend.Chunks, "copied", raises(torch.OutOfMemoryError))
-    attends(backend, kind, layer)
-    monkeypatch.setattr(backend, "MOST_COPIED", 1000)
-    attends(backend, kind, layer)
-    assert called[1:] == ["decode", "decode"]
+    assert called[2:] == ["decode", "decode"]
     sys.modules.pop("tilewise.compat.vllm_backend", None)
 
 
@@ -192,7 +194,7 @@ def test_a_cache_of_one_head_is_read_where_it_lies(backend, monkeypatch):
     impl.forward(LAYER, query, None, None, cache, builder.build(0, common), torch.empty_like(query))
     assert seen[0].data_ptr() == memory.data_ptr() and seen[1].data_ptr() == memory.data_ptr() + DIM * 4
     assert seen[0].shape == (blocks, BLOCK, 1, DIM) and torch.equal(seen[0][3, 2, 0], memory[3, 2, 0, :DIM])
-    chunks = backend.Chunks(torch.tensor([0, 20]), torch.zeros(20, dtype=torch.int64), torch.arange(20), common.block_table_tensor[1:])
+    chunks = vllm_chunks.Chunks(torch.tensor([0, 20]), torch.zeros(20, dtype=torch.int64), torch.arange(20), common.block_table_tensor[1:])
     first, second = common.block_table_tensor[1, :2].tolist()
     assert torch.equal(torch.cat(chunks.copied(cache), -1), torch.cat([memory[first], memory[second, :4]]))
     views = impl._views(cache)
@@ -339,7 +341,7 @@ def test_the_standin_is_like_vllm():
     out = subprocess.run([PYTHON, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True).stdout
     theirs = json.loads(out.splitlines()[-1])
     source = importlib.util.find_spec("tilewise.compat.vllm_backend").origin
-    assert {each.name for each in __import__("dataclasses").fields(standin.CommonAttentionMetadata)} <= set(theirs["common"])
+    assert {each.name for each in dataclasses.fields(standin.CommonAttentionMetadata)} <= set(theirs["common"])
     with pytest.MonkeyPatch.context() as patch:
         standin.install(patch)
         module = importlib.import_module("tilewise.compat.vllm_backend")

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
 )
 from vllm.v1.attention.backends.utils import get_kv_cache_layout  # pyright: ignore[reportMissingImports]
 
+from tilewise.compat.vllm_chunks import Chunks
 from tilewise.decoding import append, decode
 from tilewise.errors import UnsupportedError
 from tilewise.masks import Mask, SlidingWindow
@@ -37,9 +38,6 @@ MEMORY = {  # the order of dimensions in memory, without and with a dimension of
     "HND": ((0, 1, 2, 3), (1, 2, 0, 3, 4)),
 }
 SPLIT = 256  # keys of a piece, where a sequence's bits are to be its own
-LONG = 2048  # new tokens that each key has to meet for keys to be copied out of their pages
-PAIRS = 2**29  # of new tokens and keys in all: a copy gained 10 % of a prefill there and lost 10 at a sixth of it (H200)
-MOST_COPIED = 2**30  # bytes that they may take, beside vLLM's pool
 
 
 def why_not(head_size: int, dtype: torch.dtype | None, cache_dtype: str | None, attn_type: str = AttentionType.DECODER) -> str | None:
@@ -127,42 +125,7 @@ class Metadata:
     uniform: int  # queries of every sequence, 0 where they differ
     shared_prefix: int
     interleave: int  # tokens of a sequence in a row that one rank holds, where ranks share caches
-    chunks: "Chunks | None" = None
-
-
-@dataclass
-class Chunks:
-    """Where the keys of long chunks lie, in order: the forward pass of contiguous keys gains more on `decode` over pages than copying takes."""
-
-    ends: Tensor  # (sequences + 1,) int32, of keys
-    sequence: Tensor  # (keys,) int64, of each key
-    position: Tensor  # (keys,) int64, in its sequence
-    block_table: Tensor
-    _places: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def of(cls, common: Any) -> "Chunks | None":
-        """None where there are too few pairs, in all or for each key."""
-        if common.max_query_len < LONG:
-            return None
-        lengths = common.seq_lens.cpu().long()
-        if int((common.query_start_loc_cpu.diff() * lengths).sum()) < max(PAIRS, LONG * int(lengths.sum())):
-            return None
-        sequence = torch.arange(lengths.shape[0], dtype=torch.int64, device="cpu").repeat_interleave(lengths)
-        ends = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        position = torch.arange(sequence.shape[0], dtype=torch.int64, device="cpu") - ends[sequence]
-        ends, sequence, position = (x.to(common.seq_lens.device) for x in (ends.int(), sequence, position))
-        return cls(ends, sequence, position, common.block_table_tensor)
-
-    def copied(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (keys, heads_k, head_dim) of a layer's cache; the places are those of all layers."""
-        _, heads, block, _ = kv_cache.shape
-        if self._places is None:
-            pages = self.block_table[self.sequence, self.position // block].long()
-            self._places = pages, self.position % block
-        rows = kv_cache.transpose(1, 2) if heads > 1 else kv_cache[:, 0].unsqueeze(2)  # one head's stride may be anything
-        keys, values = rows.view(torch.int64)[self._places].view(kv_cache.dtype).chunk(2, dim=-1)
-        return keys, values
+    chunks: Chunks | None = None
 
 
 def uniform_queries(starts: Tensor, tokens: int) -> int:
@@ -269,7 +232,7 @@ class Impl(AttentionImpl):
         if self.kv_cache_dtype in E4M3:
             words |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         q, out = query[:tokens], output[:tokens]
-        if batch.chunks is not None and (copied := self._copied(batch.chunks, kv_cache)) is not None:
+        if self._may_copy and batch.chunks is not None and (copied := batch.chunks.copied(kv_cache)) is not None:
             options = {name: x for name, x in self.options.items() if name not in ("mask", "split")}
             attention_varlen(q, *copied, batch.query_start_loc, batch.chunks.ends, causal=True, out=out, **options)
         elif self.dcp_world_size > 1:
@@ -297,19 +260,11 @@ class Impl(AttentionImpl):
             key, value = _e4m3(key, layer._k_scale), _e4m3(value, layer._v_scale)
         append(k_cache, v_cache, key, value, slots=slot_mapping)
 
-    def _copied(self, chunks: Chunks, kv_cache: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of long chunks, as `Chunks.copied`. None where `decode` is to read pages: for windows, 8 bits, ranks and where a sequence's
-        bits are its own; and where there is no memory for them.
-        """
-        apart = (
-            self.dcp_world_size > 1 or self.options["split"] is not None or self.options["mask"] is not None or self.kv_cache_dtype in E4M3
-        )
-        if apart or chunks.sequence.shape[0] * kv_cache[0, :, 0].nbytes > MOST_COPIED:
-            return None
-        try:
-            return chunks.copied(kv_cache)
-        except torch.OutOfMemoryError:
-            return None
+    @property
+    def _may_copy(self) -> bool:
+        """Whether keys of long chunks are copied out of their pages: not of windows, 8 bits, ranks, nor where a sequence's bits are its own."""
+        plain = self.options["mask"] is None and self.options["split"] is None
+        return plain and self.dcp_world_size <= 1 and self.kv_cache_dtype not in E4M3
 
     def _views(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (blocks, block, heads_k, head_dim) of the layer's cache, made once."""
