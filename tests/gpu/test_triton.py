@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capped import held_at_the_cap
 from needs_triton import NEEDS_TRITON
 
 import tilewise as tw
@@ -68,6 +69,10 @@ def test_two_hundred_runs_have_the_same_bits(mask, dim):
         found = o, lse, *Triton().backward(call, o, lse, d_o, None)[:3]
         first = first or found
         assert all(torch.equal(x, y) for x, y in zip(first, found, strict=True))
+
+
+def test_gradients_at_the_cap():
+    held_at_the_cap(Triton(), range(5, 17), device="cuda")
 
 
 def test_dropout_draws_the_mask_of_the_cpu():

@@ -7,10 +7,10 @@ from tilewise.problem import Call
 from tilewise.testing import tolerance
 
 
-def held_at_the_cap(backend, seeds, dtype: torch.dtype = torch.float32) -> None:
+def held_at_the_cap(backend, seeds, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
     for seed in seeds:
         generator = torch.Generator("cpu").manual_seed(seed)
-        q, k, v, d_o = (torch.randn(1, 150, 1, 16, generator=generator).to(dtype) for _ in range(4))
+        q, k, v, d_o = (torch.randn(1, 150, 1, 16, generator=generator).to(device, dtype) for _ in range(4))
         q, k = ((x * 8.0).round() / 8.0 for x in (q, k))  # products that are exact in any order leave tanh alone to differ
         call = Call(q=q * 30.0, k=k, v=v, mask=Causal(), scale=0.25, softcap=2.0, grad=True)  # tanh of about 15
         o, lse = backend.forward(call)

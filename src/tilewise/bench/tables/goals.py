@@ -29,7 +29,7 @@ WHY = {  # by kind and direction, or kind alone
     ("full", "fwd"): "loads by TMA, of which the plan expected 550 at 128, where pointers were to give 450, are not built",
     **dict.fromkeys(
         (("window of 1,024", "fwd"), ("documents of 1,024", "fwd")),
-        "a block takes some 9 us besides its tiles (8 at 64), a tile 1 us; in a window a block has 17, in a document 8.5",
+        "a block takes some 9 us besides its tiles (8 at 64), for what is not known, and a tile 1 us; in a window a block has 17, in a document 8.5",
     ),
     "softcap": "a score takes some nine more instructions",
     LARGE: "a score takes some sixteen more instructions, two of them the exponential unit's",
