@@ -9,7 +9,8 @@ It needs vLLM 0.26.0 and transformers. Each backend has a process of its own, an
 agree    64 requests of 1 to 900 tokens to a small random model in bf16, eager and with CUDA graphs: log-probabilities of the tokens that were chosen,
          next to the first backend's, up to the first token that differs.
 decode   layers of an 8B model (32 heads of 128, 8 of keys) with random weights: milliseconds of a step of so many sequences of so many tokens, the
-         median of those in which each has a new one. A run before it has put the prompts into the prefix cache.
+         median of those in which each has a new one. A run before it has put the prompts into the prefix cache. With --busy also for how long
+         the GPU ran kernels in a step, and which: the rest is the host's.
 prefill  new tokens a second behind so many tokens that are in the cache.
 
 Cells that do not fit the cache are left out, and said.
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,7 @@ def main() -> int:
     parser.add_argument("--cached", type=numbers, default=[0, 16384, 65536], metavar="N,...")
     parser.add_argument("--hidden", type=int, default=0, help="a smaller model, for a rehearsal")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--busy", action="store_true", help="of the part `decode`: trace a step's kernels as well")
     parser.add_argument("--out", default="vllm.jsonl", metavar="FILE")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # backend;part;eager, in a process of its own
     parser.add_argument("--models", help=argparse.SUPPRESS)
@@ -200,7 +203,8 @@ def decode(llm, room: int, options: argparse.Namespace):
         prompts = [prompt(draw, length) for _ in range(sequences)]
         generated(llm, prompts, 1)
         taken = steps(llm, prompts)
-        yield {**cell, "ms": 1e3 * statistics.median(taken), "quartiles_ms": [1e3 * each for each in statistics.quantiles(taken)]}
+        row = {**cell, "ms": 1e3 * statistics.median(taken), "quartiles_ms": [1e3 * each for each in statistics.quantiles(taken)]}
+        yield row | (busy(llm, prompts) if options.busy else {})
 
 
 def steps(llm, prompts: list[dict]) -> list[float]:
@@ -218,6 +222,28 @@ def steps(llm, prompts: list[dict]) -> list[float]:
     finally:
         llm.llm_engine.step = step
     return [end - start for start, end in itertools.pairwise(ends[FIRST:-LAST])]
+
+
+def busy(llm, prompts: list[dict]) -> dict:
+    """Milliseconds of a step in which the GPU ran kernels, and microseconds of a step by kernel, the longest ones: of a long run less a short one."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    runs = []
+    for tokens in (FIRST, TOKENS):
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as traced:
+            generated(llm, prompts, tokens)
+        kernels = [each for each in traced.events() if each.device_type == DeviceType.CUDA]
+        total, end, names = 0.0, 0.0, Counter()
+        for each in sorted(kernels, key=lambda each: each.time_range.start):
+            names[each.name] += each.time_range.elapsed_us()
+            total += max(0.0, each.time_range.end - max(end, each.time_range.start))  # launched ahead, a kernel overlaps the one before
+            end = max(end, each.time_range.end)
+        runs.append((total, names))
+    (short, few), (long, many) = runs
+    many.subtract(few)
+    steps = TOKENS - FIRST
+    return {"busy_ms": (long - short) / steps / 1e3, "kernels_us": {name[:100]: us / steps for name, us in many.most_common(12)}}
 
 
 def prefill(llm, room: int, options: argparse.Namespace):

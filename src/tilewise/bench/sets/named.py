@@ -376,6 +376,11 @@ def triton_cells(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fw
     return [Workload(**sizes, heads_q=2048 // dim, head_dim=dim, mask=mask, **changes) for dim in (128, 64) for mask, changes in cells]
 
 
+def triton_papers(dtype: torch.dtype = torch.bfloat16, direction: Direction = "fwd") -> list[Workload]:
+    """The papers' sweep for the Triton backend, under a name of its own: what it meets is what runs on any GPU."""
+    return [replace(cell, name="triton-papers") for cell in paper_sweep(dtype, direction)]
+
+
 SETS = {
     "papers": paper_sweep,
     "ladder": ladder_sweep,
@@ -391,6 +396,7 @@ SETS = {
     "cpu-seeds": cpu_seeds,
     "models": model_shapes,
     "triton": triton_cells,
+    "triton-papers": triton_papers,
     "trees": trees,
     "hard-inputs": hard_inputs,
 }
