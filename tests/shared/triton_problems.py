@@ -18,10 +18,11 @@ from torch import Tensor
 
 import tilewise as tw
 from tilewise.backends.triton import Triton
+from tilewise.backends.triton import bound as bounds
 from tilewise.backends.triton.bound import Bound
 from tilewise.backends.triton.kernels import bias as bias_gradient
 from tilewise.backends.triton.targets import Target
-from tilewise.masks import Causal, Full, Mask, Part
+from tilewise.masks import Causal, Full, Mask, Part, SlidingWindow
 from tilewise.problem import Call, DecodeCall, Dropout
 from tilewise.testing import poison, tolerance
 
@@ -302,6 +303,28 @@ def what_lies_beyond_all_rows_is_not_read(mask: Mask, visible: int) -> None:
         found.append([x[:, :visible] for x in (o, *grads)])
         assert without  # the kernels that mend were asked for
     assert all(map(torch.equal, *found))
+
+
+def few_programs_mend_many_tiles(processors: int, batch: int, spoiled: list[int]) -> None:
+    """NaN in the first key and the last query of some of more batch entries, a tile each, than programs mend: other rows are as without it."""
+    mask, seqlen = SlidingWindow(3, 0), 12
+    clean = [torch.randn(1, seqlen, 1, 16) for _ in range(4)]
+    dirty = [x.repeat(batch, 1, 1, 1) for x in clean]
+    for x, row in zip(dirty, (-1, 0, 0, -1), strict=True):  # q, k, v, dO
+        x[spoiled, row] = math.nan
+    sees = mask.dense(seqlen, seqlen)
+    queries = sees[:, 0] | (torch.arange(seqlen) == seqlen - 1)
+    keys, found = sees[queries].any(0), []
+    with mock.patch.object(bounds, "multiprocessors", lambda _: processors):
+        for q, k, v, d_o in (clean, dirty):
+            call = Call(q=q, k=k, v=v, mask=mask, scale=0.3, grad=True)
+            o, lse = Triton().forward(call)
+            found.append((o, *Triton().backward(call, o, lse, d_o, None)[:3]))
+    for without, ours, lost in zip(*found, (queries, queries, keys, keys), strict=True):
+        wanted = without.repeat(batch, 1, 1, 1)
+        wanted[torch.tensor(spoiled)[:, None], lost.nonzero()[:, 0]] = math.nan
+        assert not lost.all()
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def what_is_not_finite_stays_the_formulas(mask: Mask, dtype: torch.dtype) -> None:

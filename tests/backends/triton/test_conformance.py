@@ -55,6 +55,17 @@ def test_what_lies_beyond_all_rows_is_not_read(mask):
     interpreted(problems.what_lies_beyond_all_rows_is_not_read, mask, 90)
 
 
+@pytest.mark.parametrize(
+    ("processors", "batch", "spoiled"),
+    [
+        (8, 40, [3, 16, 18, 33, 39]),  # of 15 programs one has three of these
+        (1, 140, [5, 139]),  # more than one load of flags finds
+    ],
+)
+def test_few_programs_mend_many_tiles(processors, batch, spoiled):
+    interpreted(problems.few_programs_mend_many_tiles, processors, batch, spoiled)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(30, 5), Documents((0, 20, 45, 70), inner=Causal()), PrefixLM(13)], ids=str)
 def test_what_is_not_finite_stays_the_formulas(mask, dtype):

@@ -21,7 +21,7 @@ from tilewise.backends.triton.kernels import backward, forward, scores
 from tilewise.backends.triton.kernels import documents as document_kernels
 from tilewise.backends.triton.launch import Kernel, interpreted, launcher, on
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
-from tilewise.backends.triton.targets import Target, of_device
+from tilewise.backends.triton.targets import Target, multiprocessors, of_device
 from tilewise.errors import check_memory
 from tilewise.masks import DeviceDocuments, Documents, Mask, SlidingWindow
 from tilewise.masks.mask import Plane
@@ -32,6 +32,7 @@ KEPT_BYTES = 256 << 10  # of a mask's tables: a call with larger ones takes long
 FEW_KEYS = 2048  # of a window
 BY_NUMBERS = "band", "window"  # kinds of masks that kernels see as numbers for all rows
 MOST_ROWS = 512  # of any program's tile
+MENDERS = 2  # programs a multiprocessor, of what runs CAREFUL
 OWN = "bias", "slopes", "sink", "rng", "cu_q", "cu_k", "q_scales", "k_scales", "v_scales"  # extras, as tapes name them
 PARTS = ("DIM", "DIM_B", "CUT"), ("V_DIM", "V_DIM_B", "V_CUT")
 
@@ -286,9 +287,9 @@ class Bound:
         mend = self.run(function, once(config), visible.kind, operands, **more, CAREFUL=True)
 
         def both(programs: int, arguments: Mapping) -> None:
-            arguments = {**arguments, "spoils": scratch((programs,), torch.int32, self.device)}
+            arguments = {**arguments, "tiles": programs, "spoils": scratch((programs,), torch.int32, self.device)}
             run(programs, arguments)
-            mend(programs, arguments)
+            mend(min(programs, MENDERS * multiprocessors(self.device) - 1), arguments)  # odd: or some had the longest tile of each head
 
         return both
 

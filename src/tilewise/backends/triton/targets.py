@@ -75,6 +75,12 @@ def of_device(device: torch.device) -> Target:
     return Target(arch, 0 if arch in FAMILIES else getattr(properties, "shared_memory_per_block_optin", 0))
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of the CPU as many as Triton's interpreter stands for."""
+    return 8 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors; decided when they are imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,10 +8,10 @@ out of a product.
 import triton
 import triton.language as tl
 
-from tilewise.backends.triton.kernels.careful import lost, mended, not_finite, set_apart, spoiled, unexplained
+from tilewise.backends.triton.kernels.careful import lost, mended, not_finite, set_apart, spoiled, unexplained, walk_over_tiles
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LOG2E, bias_of, kept, scored
-from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
+from tilewise.backends.triton.kernels.visible import by_table, existing, interval, keys_of, queries_of, walk
 
 
 @triton.jit
@@ -147,9 +147,23 @@ def _visit_keys(
 
 
 @triton.jit
-def dq(
-    q, k, v, d_o, d_q, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
-    d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
+def _wrong_queries(
+    program, d_q, lse, delta, d_q_batch, d_q_head, d_q_row, seqlen_q, heads, m_tiles, order,
+    MASK: tl.constexpr, TILE_M: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Whether a tile of dQ holds a NaN of a query that is not lost."""
+    pair, b, h, m = queries_of(program, heads, m_tiles, order, MASK)
+    row = tl.arange(0, TILE_M)
+    d_q += b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
+    lse_rows, delta_rows = statistics_of(lse, delta, lse, pair, m * TILE_M + row, seqlen_q, True)
+    of_ds, _ = lost(lse_rows, delta_rows)
+    return tl.max(tl.where(of_ds > 0, 0, spoiled(d_q, row, d_q_row, seqlen_q - m * TILE_M, DIM, DIM_B, CUT))) > 0
+
+
+@triton.jit
+def _tile_of_queries(
+    program, q, k, v, d_o, d_q, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    d_o_batch, d_o_head, d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
     ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
     bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale,
     MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
@@ -158,16 +172,9 @@ def dq(
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, alone (careful.py). Grid: m_tiles * batch * heads."""
-    if CAREFUL:  # noqa: SIM102 - a constant
-        if tl.load(spoils + tl.program_id(0)) == 0:
-            return
+    """What `dq` does for one tile."""
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
-    pair = tl.program_id(0) // m_tiles
-    m = m_tiles - 1 - tl.program_id(0) % m_tiles
-    b, h = pair // heads, pair % heads
-    if MASK == "tiles":
-        m = tl.load(order + m)
+    pair, b, h, m = queries_of(program, heads, m_tiles, order, MASK)
     row = tl.arange(0, TILE_M)
     rows, limit = m * TILE_M + row, seqlen_q - m * TILE_M
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
@@ -180,11 +187,6 @@ def dq(
     d_o_tile = load_rows(d_o, row, d_o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
     d_o_tile_b = load_rows(d_o + V_DIM, row, d_o_row, tl.arange(0, V_DIM_B), limit, V_CUT, True) if V_DIM_B else d_o_tile
     lse_rows, delta_rows = statistics_of(lse, delta, statistics, pair, rows, seqlen_q, CAREFUL)
-    if CAREFUL:  # not `d_q +=`, as in forward.py
-        found = d_q + b.to(tl.int64) * d_q_batch + h.to(tl.int64) * d_q_head + (m * TILE_M).to(tl.int64) * d_q_row
-        of_ds, _ = lost(lse_rows, delta_rows)
-        if tl.max(tl.where(of_ds > 0, 0, spoiled(found, row, d_q_row, limit, DIM, DIM_B, CUT))) == 0:
-            return
     acc = tl.zeros([TILE_M, DIM], tl.float32)
     acc_b = tl.zeros([TILE_M, DIM_B if DIM_B else 16], tl.float32)
     slope = tl.load(slopes + b * slopes_batch + h) if ALIBI else 0.0
@@ -236,10 +238,35 @@ def dq(
         if DIM_B:
             acc_b = mended(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT)
     else:
-        tl.store(spoils + tl.program_id(0), tl.max(not_finite(acc, acc_b, DIM_B > 0)))
+        tl.store(spoils + program, tl.max(not_finite(acc, acc_b, DIM_B > 0)))
     store_rows(d_q, acc, row, d_q_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     if DIM_B:
         store_rows(d_q + DIM, acc_b, row, d_q_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
+
+
+@triton.jit
+def dq(
+    q, k, v, d_o, d_q, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch, d_o_head,
+    d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high,
+    ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
+    bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale, tiles,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """dQ (batch, seqlen_q, heads, head_dim). CAREFUL: where it is NaN, alone (careful.py). Grid: as of `forward`."""
+    walk_over_tiles(
+        _tile_of_queries, _wrong_queries,
+        (q, k, v, d_o, d_q, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch,
+        d_o_head, d_o_row, d_q_batch, d_q_head, d_q_row, seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends,
+        order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head,
+        bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale, MASK, MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS,
+        DROPOUT, PARTED, GROUP, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, CAREFUL),
+        (d_q, lse, delta, d_q_batch, d_q_head, d_q_row, seqlen_q, heads, m_tiles, order, MASK, TILE_M, DIM, DIM_B, CUT),
+        spoils, tiles, CAREFUL,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -338,9 +365,32 @@ def _of_values(
 
 
 @triton.jit
-def dkdv(
-    q, k, v, d_o, d_k, d_v, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch,
-    d_o_head, d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+def _wrong_keys(
+    program, d_k, d_v, lse, delta, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+    row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
+    MASK: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
+):  # fmt: skip
+    """Whether a tile of dK or dV holds a NaN that is of no lost query (`unexplained`)."""
+    pair, b, head_k, n = keys_of(program, heads, n_tiles, order, MASK, GROUP)
+    row = tl.arange(0, TILE_N)
+    rows, limit = n * TILE_N + row, seqlen_k - n * TILE_N
+    d_k += b.to(tl.int64) * d_k_batch + head_k.to(tl.int64) * d_k_head + (n * TILE_N).to(tl.int64) * d_k_row
+    d_v += b.to(tl.int64) * d_v_batch + head_k.to(tl.int64) * d_v_head + (n * TILE_N).to(tl.int64) * d_v_row
+    begin, end = rows, rows
+    if MASK != "tiles":
+        begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
+    of_k, of_v = spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT), spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT)
+    return unexplained(
+        of_k, of_v, lse, delta, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes, MASK, GROUP,
+        TILE_M, TILE_N,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_of_keys(
+    program, q, k, v, d_o, d_k, d_v, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    d_o_batch, d_o_head, d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
     row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
     seed, offset, threshold, drawn, every, first_head, keep_scale,
@@ -350,20 +400,9 @@ def dkdv(
     CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
     STAGES: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
-
-    CAREFUL: where they are NaN, alone (careful.py). Grid: n_tiles * batch * heads / GROUP.
-    """
-    if CAREFUL:  # noqa: SIM102 - a constant
-        if tl.load(spoils + tl.program_id(0)) == 0:
-            return
+    """What `dkdv` does for one tile of keys."""
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
-    pair_k, n = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles  # under a causal mask the first tiles of keys take longest
-    heads_k = heads // GROUP
-    b, head_k = pair_k // heads_k, pair_k % heads_k
-    if MASK == "tiles":
-        n = tl.load(order + n_tiles - 1 - n)
-    pair = b * heads + head_k * GROUP  # the first query head
+    pair, b, head_k, n = keys_of(program, heads, n_tiles, order, MASK, GROUP)
     row = tl.arange(0, TILE_N)
     rows, limit = n * TILE_N + row, seqlen_k - n * TILE_N
     k += b.to(tl.int64) * k_batch + head_k.to(tl.int64) * k_head + (n * TILE_N).to(tl.int64) * k_row
@@ -376,13 +415,6 @@ def dkdv(
     begin, end = rows, rows
     if MASK != "tiles":
         begin, end = interval(rows, seqlen_k, ends, row0, row1, column0, column1, low, high, MASK)
-    if CAREFUL:
-        of_k, of_v = spoiled(d_k, row, d_k_row, limit, DIM, DIM_B, CUT), spoiled(d_v, row, d_v_row, limit, V_DIM, V_DIM_B, V_CUT)
-        if not unexplained(
-            of_k, of_v, lse, delta, rows, begin, end, seqlen_q, seqlen_k, pair, n_tiles, n, spans, runs, bands, bitmaps, planes, MASK, GROUP,
-            TILE_M, TILE_N,
-        ):  # fmt: skip
-            return
     k_tile = load_rows(k, row, k_row, dims, limit, 0 if DIM_B else CUT, True)
     k_tile_b = load_rows(k + DIM, row, k_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else k_tile
     v_tile = load_rows(v, row, v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, True)
@@ -438,10 +470,42 @@ def dkdv(
             d_v_acc_b = mended(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT)
     else:
         of_both = tl.maximum(not_finite(d_k_acc, d_k_acc_b, DIM_B > 0), not_finite(d_v_acc, d_v_acc_b, V_DIM_B > 0))
-        tl.store(spoils + tl.program_id(0), tl.max(of_both))
+        tl.store(spoils + program, tl.max(of_both))
     store_rows(d_k, d_k_acc, row, d_k_row, dims, limit, 0 if DIM_B else CUT, EMULATED)
     store_rows(d_v, d_v_acc, row, d_v_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if DIM_B:
         store_rows(d_k + DIM, d_k_acc_b, row, d_k_row, tl.arange(0, DIM_B), limit, CUT, EMULATED)
     if V_DIM_B:
         store_rows(d_v + V_DIM, d_v_acc_b, row, d_v_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
+
+
+@triton.jit
+def dkdv(
+    q, k, v, d_o, d_k, d_v, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, d_o_batch,
+    d_o_head, d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles,
+    row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
+    scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column,
+    seed, offset, threshold, drawn, every, first_head, keep_scale, tiles,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr,
+    DIM_B: tl.constexpr,
+    CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """dK (batch, seqlen_k, heads / GROUP, head_dim) and dV. Keys are the rows of the mask's interval and tables, queries its columns.
+
+    CAREFUL: where they are NaN, alone (careful.py). Grid: the `tiles`, n_tiles * batch * heads / GROUP; CAREFUL any, as of `forward`.
+    """
+    walk_over_tiles(
+        _tile_of_keys, _wrong_keys,
+        (q, k, v, d_o, d_k, d_v, lse, delta, statistics, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+        d_o_batch, d_o_head, d_o_row, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles, row0, row1,
+        column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes, scale, softcap, slopes, slopes_batch, diagonals, shift,
+        bias, bias_batch, bias_head, bias_row, bias_column, seed, offset, threshold, drawn, every, first_head, keep_scale, MASK, MODIFIED,
+        SOFTCAP, BIAS, ALIBI, DIAGONALS, DROPOUT, PARTED, GROUP, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
+        STAGES, CAREFUL),
+        (d_k, d_v, lse, delta, d_k_batch, d_k_head, d_k_row, d_v_batch, d_v_head, d_v_row, seqlen_q, seqlen_k, heads, n_tiles, row0, row1,
+        column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes, MASK, GROUP, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM,
+        V_DIM_B, V_CUT),
+        spoils, tiles, CAREFUL,
+    )  # fmt: skip

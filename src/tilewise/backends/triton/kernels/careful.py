@@ -1,9 +1,10 @@
 """What kernels do a second time, CAREFUL, for tiles of results that hold a NaN.
 
 A product of tiles multiplies hidden values by weights of 0, which a NaN or an infinity does not forgive. So each kernel runs twice. The second time
-a program returns at once where the first said, in `spoils`, that its results are finite; or where they hold no NaN but those that must be: of queries
-with an LSE that is NaN or infinite, as of scores beyond fp32, or a delta that is NaN, and of keys that these see. Else it computes them again:
-products take only what is finite, and what the visible rest gives is found by products of zeros and ones. What the formula makes NaN stays so.
+few programs walk over all tiles, as to start one for each takes longer than to read its flag. They leave alone those that the first run said, in
+`spoils`, to be finite; and those that hold no NaN but what must be: of queries with an LSE that is NaN or infinite, as of scores beyond fp32, or a
+delta that is NaN, and of keys that these see. The rest they compute again: products take only what is finite, and what other visible values give is
+found by products of zeros and ones. What the formula makes NaN stays so.
 """
 
 import triton
@@ -11,6 +12,28 @@ import triton.language as tl
 
 from tilewise.backends.triton.kernels.products import load_rows
 from tilewise.backends.triton.kernels.visible import by_table, walk
+
+
+@triton.jit
+def walk_over_tiles(tile, wrong, given, of_wrong, spoils, tiles, CAREFUL: tl.constexpr):
+    """`tile(program, *given)` for the program's own tile. CAREFUL: for those of its share that have a flag, and are `wrong(program, *of_wrong)`."""
+    if CAREFUL:
+        for program in range(tl.program_id(0), _behind_last(spoils, tiles), tl.num_programs(0)):
+            if tl.load(spoils + program) > 0:  # noqa: SIM102 - Triton's `and` takes both
+                if wrong(program, *of_wrong):
+                    tile(program, *given)
+    else:
+        tile(tl.program_id(0), *given)
+
+
+@triton.jit
+def _behind_last(spoils, tiles):
+    """Where the tiles of a program end, `tl.num_programs(0)` apart: behind the last one with a flag, which one load for 128 of them finds."""
+    end, step = 0, tl.num_programs(0)
+    for first in range(tl.program_id(0), tiles, step * 128):
+        own = first + tl.arange(0, 128) * step
+        end = tl.maximum(end, tl.max(tl.where(tl.load(spoils + own, mask=own < tiles, other=0) > 0, own + 1, 0)))
+    return end
 
 
 @triton.jit

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 
 from tilewise.backends.triton.kernels import eight_bits
-from tilewise.backends.triton.kernels.careful import mended, not_finite, set_apart, spoiled
+from tilewise.backends.triton.kernels.careful import mended, not_finite, set_apart, spoiled, walk_over_tiles
 from tilewise.backends.triton.kernels.products import dot, load_columns, load_rows, narrow, store_rows
 from tilewise.backends.triton.kernels.scores import LN2, bias_of, joined, kept, online, scored, settled
-from tilewise.backends.triton.kernels.visible import by_table, existing, interval, walk
+from tilewise.backends.triton.kernels.visible import by_table, existing, interval, queries_of, walk
 
 
 @triton.jit
@@ -87,8 +87,22 @@ def _visit(
 
 
 @triton.jit
-def forward(
-    q, k, v, o, lse, row_max, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+def _wrong(
+    program, o, lse, o_batch, o_head, o_row, seqlen_q, heads, m_tiles, order,
+    MASK: tl.constexpr, TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
+):  # fmt: skip
+    """Whether a tile of O holds a NaN that no LSE explains."""
+    pair, b, h, m = queries_of(program, heads, m_tiles, order, MASK)
+    row = tl.arange(0, TILE_M)
+    rows = m * TILE_M + row
+    o += b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
+    had = tl.load(lse + pair.to(tl.int64) * seqlen_q + rows, mask=rows < seqlen_q, other=float("inf"))
+    return tl.max(tl.where(had < float("inf"), spoiled(o, row, o_row, seqlen_q - m * TILE_M, V_DIM, V_DIM_B, V_CUT), 0)) > 0
+
+
+@triton.jit
+def _tile(
+    program, q, k, v, o, lse, row_max, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
     scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink,
     seed, offset, threshold, drawn, every, first_head, keep_scale, row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre,
@@ -99,32 +113,15 @@ def forward(
     BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr, ROW_MAX: tl.constexpr, EIGHT: tl.constexpr, V_EIGHT: tl.constexpr,
     K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, V_WIDTH: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
-
-    EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: elements of `v_scale` and `v_centre` for a head.
-    CAREFUL: O alone, where it is NaN (careful.py). Grid: m_tiles * batch * heads.
-    """
-    if CAREFUL:  # noqa: SIM102 - a constant
-        if tl.load(spoils + tl.program_id(0)) == 0:
-            return
+    """What `forward` does for one tile of queries."""
     draw = (seed, offset, threshold, drawn, every, first_head, heads) if PARTED else (seed, offset, threshold)
-    pair = tl.program_id(0) // m_tiles
-    m = m_tiles - 1 - tl.program_id(0) % m_tiles  # under a causal mask the last tiles of queries take longest
-    b, h = pair // heads, pair % heads
-    if MASK == "tiles":
-        m = tl.load(order + m)
+    pair, b, h, m = queries_of(program, heads, m_tiles, order, MASK)
     row = tl.arange(0, TILE_M)
     rows = m * TILE_M + row
     q += b.to(tl.int64) * q_batch + h.to(tl.int64) * q_head + (m * TILE_M).to(tl.int64) * q_row
     k += b.to(tl.int64) * k_batch + (h // GROUP).to(tl.int64) * k_head
     v += b.to(tl.int64) * v_batch + (h // GROUP).to(tl.int64) * v_head
     dims, v_dims, limit = tl.arange(0, DIM), tl.arange(0, V_DIM), seqlen_q - m * TILE_M
-    if CAREFUL:
-        # Not `o +=`: the first run, which needs it at its end alone, would hold it in registers.
-        found = o + b.to(tl.int64) * o_batch + h.to(tl.int64) * o_head + (m * TILE_M).to(tl.int64) * o_row
-        had = tl.load(lse + pair.to(tl.int64) * seqlen_q + rows, mask=rows < seqlen_q, other=float("inf"))
-        if tl.max(tl.where(had < float("inf"), spoiled(found, row, o_row, limit, V_DIM, V_DIM_B, V_CUT), 0)) == 0:
-            return
     q_tile = load_rows(q, row, q_row, dims, limit, 0 if DIM_B else CUT, True)
     q_tile_b = load_rows(q + DIM, row, q_row, tl.arange(0, DIM_B), limit, CUT, True) if DIM_B else q_tile
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
@@ -181,7 +178,7 @@ def forward(
                 V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED, STAGES, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, False,
             )  # fmt: skip
     if not CAREFUL:
-        tl.store(spoils + tl.program_id(0), tl.max(not_finite(acc, acc_b, V_DIM_B > 0)))
+        tl.store(spoils + program, tl.max(not_finite(acc, acc_b, V_DIM_B > 0)))
     dead = (top == float("-inf")) & (total == 0.0)  # all scores are -inf, and none is NaN
     if not BIAS:
         top = top * LN2
@@ -218,3 +215,34 @@ def forward(
     store_rows(o, acc, row, o_row, v_dims, limit, 0 if V_DIM_B else V_CUT, EMULATED)
     if V_DIM_B:
         store_rows(o + V_DIM, acc_b, row, o_row, tl.arange(0, V_DIM_B), limit, V_CUT, EMULATED)
+
+
+@triton.jit
+def forward(
+    q, k, v, o, lse, row_max, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes,
+    scale, softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink,
+    seed, offset, threshold, drawn, every, first_head, keep_scale, row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre,
+    v_weights, v_units, tiles,
+    MASK: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, DIAGONALS: tl.constexpr,
+    SINK: tl.constexpr, DROPOUT: tl.constexpr, PARTED: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
+    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr, ROW_MAX: tl.constexpr, EIGHT: tl.constexpr, V_EIGHT: tl.constexpr,
+    K_TOKENS: tl.constexpr, V_TOKENS: tl.constexpr, V_WIDTH: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """O (batch, seqlen_q, heads, head_dim_v), LSE (batch, heads, seqlen_q) and, with ROW_MAX, each row's largest score in the same shape.
+
+    EIGHT: q and k are of 8 bits, with V_EIGHT v as well, from the kernels of eight_bits.py; V_WIDTH: elements of `v_scale` and `v_centre` for a head.
+    CAREFUL: O alone, where it is NaN (careful.py). Grid: the `tiles`, m_tiles * batch * heads; CAREFUL any, and its programs share them.
+    """
+    walk_over_tiles(
+        _tile, _wrong,
+        (q, k, v, o, lse, row_max, spoils, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+        seqlen_q, seqlen_k, heads, m_tiles, row0, row1, column0, column1, low, high, ends, order, spans, runs, bands, bitmaps, planes, scale,
+        softcap, slopes, slopes_batch, diagonals, shift, bias, bias_batch, bias_head, bias_row, bias_column, sink, seed, offset, threshold,
+        drawn, every, first_head, keep_scale, row_factor, row_shift, k_scale, k_whole, k_lost, v_scale, v_centre, v_weights, v_units, MASK,
+        MODIFIED, SOFTCAP, BIAS, ALIBI, DIAGONALS, SINK, DROPOUT, PARTED, GROUP, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT,
+        BF16_PARTS, EMULATED, STAGES, ROW_MAX, EIGHT, V_EIGHT, K_TOKENS, V_TOKENS, V_WIDTH, CAREFUL),
+        (o, lse, o_batch, o_head, o_row, seqlen_q, heads, m_tiles, order, MASK, TILE_M, V_DIM, V_DIM_B, V_CUT),
+        spoils, tiles, CAREFUL,
+    )  # fmt: skip

@@ -11,6 +11,27 @@ import triton.language as tl
 
 
 @triton.jit
+def queries_of(program, heads, m_tiles, order, MASK: tl.constexpr):
+    """The tile of queries that a program owns: its pair of a batch entry and a head, these two, and the tile."""
+    pair = program // m_tiles
+    m = m_tiles - 1 - program % m_tiles  # under a causal mask the last tiles of queries take longest
+    if MASK == "tiles":
+        m = tl.load(order + m)
+    return pair, pair // heads, pair % heads, m
+
+
+@triton.jit
+def keys_of(program, heads, n_tiles, order, MASK: tl.constexpr, GROUP: tl.constexpr):
+    """The same of a tile of keys: the pair has the first query head, the third is the key head."""
+    pair_k, n = program // n_tiles, program % n_tiles  # under a causal mask the first tiles of keys take longest
+    heads_k = heads // GROUP
+    b, head_k = pair_k // heads_k, pair_k % heads_k
+    if MASK == "tiles":
+        n = tl.load(order + n_tiles - 1 - n)
+    return b * heads + head_k * GROUP, b, head_k, n
+
+
+@triton.jit
 def interval(rows, limit, ends, row0, row1, column0, column1, low, high, MASK: tl.constexpr):
     """Each row sees the columns begin <= j < end; of `limit` rows."""
     if MASK == "varlen":
