@@ -4,8 +4,8 @@
     python lab/instruments/triton_tiles.py --out rows.jsonl "bwd: 128 causal: dkdv=64,128,8,3 | dkdv=32,64,4,4 dq=64,64,4,2" "fwd: ..."
 
 Each text has a direction, cells and trials. A cell: head_dim and full, causal, window, documents, softcap, ALiBi, bias or sink; or dropout, which is
-causal and not of the set. A trial: passes, and tile_m, tile_n, warps, stages and registers of each; the rest is what ships. Trials are compiled
-ahead, side by side, and their results compared with those of what ships. Of gradients the whole backward pass is timed.
+causal and not of the set; or a name of the set `models`. A trial: passes, and tile_m, tile_n, warps, stages and registers of each; the rest is what
+ships. Trials are compiled ahead, side by side, and their results compared with those of what ships. Of gradients the whole backward pass is timed.
 """
 
 import argparse
@@ -73,10 +73,12 @@ class Job(NamedTuple):
 
     @property
     def workload(self) -> Workload:
+        if named := [each for each in SETS["models"](direction=self.direction) if each.name == self.cell]:
+            return named[0]
         dim, kind = self.cell.replace("dropout", "causal").split()
-        return next(
-            each for each in SETS["triton"](direction=self.direction) if each.head_dim == int(dim) and kind in kind_of(each).split()
-        )
+        cells = [each for each in SETS["triton"](direction=self.direction) if kind in kind_of(each).split()]
+        found = next((each for each in cells if each.head_dim == int(dim)), cells[0])
+        return replace(found, head_dim=int(dim), head_dim_v=int(dim), heads_q=2048 // int(dim), heads_k=2048 // int(dim))
 
     @property
     def call(self) -> Call:

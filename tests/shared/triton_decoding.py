@@ -13,7 +13,7 @@ from tilewise.problem import AppendCall, DecodeCall, Rotary, Share
 
 KERNELS = "decode", "merge", "append"
 QUERIES = {"one": 1, "chunk": 16}  # of a sequence: of a call that writes one token, or reads a prompt in pieces
-HEADS, GROUP, BATCH = 2, 4, 2
+HEADS, GROUP, MANY, BATCH = 2, 4, 64, 2
 LENGTH = 600  # of which there is more than one part
 LATENT = 576, 512  # head_dim and head_dim_v of keys that are values as well
 BITS = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -22,8 +22,8 @@ TOKENS = 64  # of a page
 
 def kernel(case) -> Kernel:
     """Of a case of triton_inventory.py, whose mask is a word of QUERIES. Its feature: "paged", or "rows" where a tile's keys are of several pages;
-    "e4m3" or "int8" of the cache; "ragged", "tree", "rotary", "ranks"; "scores", with all that changes them; "prefix", the part that is of
-    all sequences, or "joined", the rest beside it; several with +.
+    "e4m3" or "int8" of the cache; "ragged", "tree", "rotary", "ranks", "latent"; "group", of many heads; "scores", with all that changes them;
+    "prefix", the part that is of all sequences, or "joined", the rest beside it; several with +.
     """
     of_table, words = configs.config_of_decode, case.feature.split("+")
     with (
@@ -37,7 +37,9 @@ def kernel(case) -> Kernel:
         bound = prefix.bind(_decode(case, words))
         if isinstance(bound, prefix.Prefixed):
             bound = bound.first if "prefix" in words else bound.rest
-        return merging.kernel(bound.dim_v, bound.out_dtype, case.aligned) if case.kernel == "merge" else bound.kernel(case.aligned)
+        if case.kernel == "merge":
+            return merging.kernel(bound.dim_v, bound.out_dtype, case.aligned)
+        return bound.kernel(case.aligned, bound.latent)
 
 
 def _ints(*shape: int) -> Tensor:
@@ -61,13 +63,14 @@ def _shapes(case, words: list[str]) -> tuple[list[Tensor], Tensor | None, list[T
 
 def _decode(case, words: list[str]) -> DecodeCall:
     caches, table, (new, _) = _shapes(case, words)
+    heads = HEADS * (MANY if "group" in words else GROUP)
     queries, bits = QUERIES[case.mask], caches[0].dtype != case.dtype
-    changes: dict = {"softcap": 30.0, "alibi_slopes": _numbers(1, HEADS * GROUP), "sink": _numbers(HEADS * GROUP)}
+    changes: dict = {"softcap": 30.0, "alibi_slopes": _numbers(1, heads), "sink": _numbers(heads)}
     scales = {"k_scale": _numbers(*caches[0].shape[:3]), "v_scale": _numbers(HEADS)}
     return DecodeCall(
-        q=_numbers(*new.shape[:-2], HEADS * GROUP, new.shape[-1], dtype=case.dtype),
+        q=_numbers(*new.shape[:-2], heads, new.shape[-1], dtype=case.dtype),
         k_cache=caches[0],
-        v_cache=caches[1],
+        v_cache=caches[0][..., : LATENT[1]] if "latent" in words else caches[1],
         seqlens=_ints(BATCH),
         page_table=table,
         cu_seqlens_q=_ints(BATCH + 1) if "ragged" in words else None,

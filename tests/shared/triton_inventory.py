@@ -9,7 +9,7 @@ import triton_decoding
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
-from tilewise.backends.triton.config import OF_MASKS, OF_WEIGHTS, Config
+from tilewise.backends.triton.config import OF_DIMS, OF_MASKS, OF_WEIGHTS, Config
 from tilewise.backends.triton.kernels import backward, bias, forward
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
@@ -121,6 +121,10 @@ def cases() -> Iterator[Case]:
         yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
         yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
     yield from (Case("sm_90", name, head_dim=dim, mask=mask) for family, name, _, dim, mask in OF_MASKS if family == "sm90")
+    yield from (
+        Case("sm_90", name, head_dim=most, feature="bias" if weight == "pairs" else "plain")
+        for (_, name, _, weight), (_, most, _, _) in OF_DIMS.items()
+    )
     of_changes = [key for key in OF_WEIGHTS if len(key) == 6 and key[0] == "sm90"]  # with a kind of mask
     yield from (
         Case("sm_90", name, head_dim=dim, mask=mask, feature=each)
@@ -143,8 +147,10 @@ def of_decode() -> Iterator[Case]:
     """Those of decode and append: of what a GPU has least of, shared memory, each row of config.DECODE; of the others what is run most."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for arch, queries in itertools.product(FAMILIES, triton_decoding.QUERIES):
-        of_caches = (bf16, 128, "paged"), (bf16, 128, "e4m3+paged"), (fp32, 128, "plain"), (bf16, 576, "plain"), (bf16, 576, "e4m3+rows")
+        of_caches = (bf16, 128, "paged"), (bf16, 128, "e4m3+paged"), (fp32, 128, "plain"), (bf16, 576, "plain")
+        of_caches += ((bf16, 576, "e4m3+rows"),)
         yield from (Case(arch, "decode", dtype, dim, queries, feature) for dtype, dim, feature in of_caches)
+    yield from (Case("sm_90", "decode", bf16, 576, "one", feature) for feature in ("latent+paged+group", "group"))
     for arch, dim, queries in itertools.product(NARROW, (64, 192, 256), triton_decoding.QUERIES):
         for dtype, feature in ((bf16, "plain"), (bf16, "int8"), (fp32, "plain")):
             yield Case(arch, "decode", dtype, dim, queries, feature)

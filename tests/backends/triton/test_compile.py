@@ -38,6 +38,7 @@ MULTIPLIES = {
 }
 MOST_STACK = 96  # bytes a thread, of what SPILLS lists for NVIDIA and CDNA; up to 40 are of what stands behind the loops (`spoils`)
 SPILLS = {
+    "sm_100 decode bfloat16 576 one e4m3+rows": 32,
     "sm_100 dkdv bfloat16 128 tiles scores": 32,
     "sm_100 dkdv float32 128 band plain": 8,
     "sm_120 dkdv bfloat16 192 band plain": 8,
@@ -69,6 +70,7 @@ SPILLS = {
     "sm_80 forward bfloat16 64 band plain": 24,
     "sm_80 forward float16 96 varlen plain": 32,
     "sm_86 dq bfloat16 128 band plain": 48,
+    "sm_89 decode bfloat16 576 one e4m3+rows": 8,
     "sm_89 decode float32 192 chunk plain": 8,
     "sm_89 decode float32 64 chunk plain": 16,
     "sm_89 dkdv bfloat16 128 band dropout": 16,
@@ -85,7 +87,10 @@ SPILLS = {
     "sm_89 forward bfloat16 192 band plain": 56,
     "sm_89 forward bfloat16 512 band plain": 8,
     "sm_89 forward bfloat16 64 band plain": 24,
-    "sm_90 decode bfloat16 576 one e4m3+rows": 8,
+    "sm_90 decode bfloat16 128 chunk prefix": 56,
+    "sm_90 decode bfloat16 128 chunk scores": 96,
+    "sm_90 decode bfloat16 576 one e4m3+rows": 24,
+    "sm_90 decode bfloat16 576 one latent+paged+group": 88,
     "sm_90 decode float32 96 chunk int8+paged": 8,
     "sm_90 dkdv bfloat16 128 band bias": 24,
     "sm_90 dkdv bfloat16 128 band dropout": 40,
@@ -107,18 +112,25 @@ SPILLS = {
     "sm_90 forward bfloat16 128 band part": 32,
     "sm_90 forward bfloat16 128 varlen plain": 32,
     "sm_90 forward bfloat16 128 window plain": 32,
+    "sm_90 forward bfloat16 48 band bias": 56,
     "sm_90 forward bfloat16 64 band plain": 56,
     "sm_90 forward bfloat16 64 window plain": 8,
+    "sm_90 forward bfloat16 80 band plain": 48,
 }
 SPILLS_MORE = {
     "sm_80 forward bfloat16 192 band plain": 120,
     "sm_80 prepare bfloat16 512 band plain": 128,
     "sm_89 decode float32 256 chunk plain": 128,
     "sm_89 decode float32 256 one plain": 128,
+    "sm_90 decode bfloat16 128 chunk ragged+rotary+rows": 160,
+    "sm_90 decode bfloat16 576 one group": 208,
+    "sm_90 dkdv bfloat16 256 band plain": 728,
+    "sm_90 dkdv bfloat16 256 tiles plain": 248,
     "sm_90 dq bfloat16 40 band plain unaligned": 120,
     "sm_90 forward bfloat16 128 band largest": 112,
     "sm_90 forward bfloat16 128 band plain": 112,
     "sm_90 forward bfloat16 128 band softcap": 112,
+    "sm_90 forward bfloat16 256 band plain": 104,
     "sm_90 forward bfloat16 40 band plain unaligned": 144,
     "sm_90 prepare bfloat16 512 band plain": 168,
 }

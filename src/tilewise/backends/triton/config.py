@@ -8,6 +8,9 @@ from tilewise.backends.eight_bits import E4M3, RECIPES
 from tilewise.backends.triton.targets import Target
 from tilewise.problem import Call
 
+# What a call does to scores: nothing; a softcap or ALiBi; a bias or dropout, which differ by pair.
+Weight = Literal["plain", "scores", "pairs"]
+
 
 class Config(NamedTuple):
     """Tiles of `tile_m` queries and `tile_n` keys."""
@@ -63,6 +66,7 @@ def head_class(head_dim: int, head_dim_v: int) -> int:
 
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
+FITS = "compiled with Triton 3.9.0 to see what fits, never timed"
 TIMED = "timed, NVIDIA H100 80GB HBM3, 2026-11-27"
 TIMED_AGAIN = "timed, NVIDIA H200, 2026-11-30"
 TIMED_FOR_OLDER = "timed, kernels for sm_80 on an NVIDIA H200, 2026-11-29"
@@ -85,6 +89,25 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 3), TIMED_AGAIN),
     ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 3), TIMED),
+    ("sm90", "forward", 2, 256): (Config(128, 64, 8, 2), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 256): (Config(64, 64, 8, 2), TIMED_AGAIN),
+    ("sm90", "dq", 2, 256): (Config(128, 32, 8, 2), TIMED_AGAIN),
+    ("sm90", "chunk", 2, 128): (Config(64, 32, 4, 3), TIMED_AGAIN),
+    ("sm90", "decode", 2, 576): (Config(16, 32, 4, 2), TIMED_AGAIN),
+    ("sm90", "chunk", 2, 576): (Config(64, 32, 8, 2), TIMED_AGAIN),
+    ("sm80", "decode", 2, 576): (Config(16, 32, 4, 2), COMPILED),
+    ("sm80", "chunk", 2, 576): (Config(32, 32, 8, 2), COMPILED),
+    ("sm86", "decode", 2, 576): (Config(16, 32, 4, 2), COMPILED),
+    ("sm86", "chunk", 2, 576): (Config(32, 16, 8, 2), COMPILED),
+    ("sm100", "decode", 2, 576): (Config(16, 32, 4, 2), COMPILED),
+    ("sm100", "chunk", 2, 576): (Config(32, 32, 8, 2), COMPILED),
+    ("sm120", "decode", 2, 576): (Config(16, 32, 4, 2), COMPILED),
+    ("sm120", "chunk", 2, 576): (Config(32, 16, 8, 2), COMPILED),
+}
+OF_DIMS: dict[tuple[str, str, int, Weight], tuple[int, int, Config, str]] = {
+    # (family, pass, bytes of an element, what a call does to scores): above and up to which head_dim, a configuration in place of its class's
+    ("sm90", "forward", 2, "plain"): (64, 80, Config(128, 64, 4, 3), TIMED_AGAIN),
+    ("sm90", "forward", 2, "pairs"): (32, 48, Config(128, 64, 4, 3), TIMED_AGAIN),
 }
 OF_MASKS: dict[tuple[str, str, int, int, str], tuple[Config, str]] = {
     # as in TABLE, with the kind of mask (`bound.kind_of`): in its place, of calls that leave scores as they are
@@ -95,6 +118,8 @@ OF_MASKS: dict[tuple[str, str, int, int, str], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 128, "window"): (Config(32, 64, 4, 4), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "varlen"): (Config(32, 64, 4, 4), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "tiles"): (Config(32, 128, 8, 3), FOR_TABLES),
+    ("sm90", "forward", 2, 256, "tiles"): (Config(128, 32, 8, 2), FOR_TABLES),
+    ("sm90", "dkdv", 2, 256, "tiles"): (Config(32, 64, 8, 2), FITS),
     ("sm90", "dq", 2, 128, "window"): (Config(64, 64, 4, 2), TIMED_AGAIN),
     ("sm90", "dq", 2, 128, "varlen"): (Config(64, 64, 4, 2), TIMED_FOR_MASKS),
 }
@@ -238,7 +263,6 @@ FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
 }
 """The largest tiles of some candidates that were compiled for each family, without spills and within its shared memory, in two stages or more where
 these fit. RDNA's 256 registers are not enough above a head class of 128, nor for gradients above 64: there spills are fewest."""
-FITS = "compiled with Triton 3.9.0 to see what fits, never timed"
 TABLE = {
     (family, *key): (Config(*tiles), FITS)
     for key, rows in FITTING.items()
@@ -309,10 +333,6 @@ def decodes(dtype: torch.dtype, head_dim: int, head_dim_v: int) -> bool:
     return max(head_dim, head_dim_v) <= MOST_DIM or (dtype.itemsize == 2 and head_dim <= 576 and head_dim_v <= 2 * MOST_DIM)
 
 
-# What a call does to scores: nothing; a softcap or ALiBi; a bias or dropout, which differ by pair.
-Weight = Literal["plain", "scores", "pairs"]
-
-
 def weight_of(call: Call) -> Weight:
     if call.bias is not None or call.dropout is not None:
         return "pairs"
@@ -326,6 +346,9 @@ def config_of(
     key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
     if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
         return of_mask[0]
+    above, most, of_dims, _ = OF_DIMS.get((*key[:3], weight), (0, 0, None, ""))
+    if of_dims is not None and mask != "tiles" and above < max(head_dim, head_dim_v) <= most:
+        return of_dims
     if of_weight := OF_WEIGHTS.get((*key, weight, mask)) or OF_WEIGHTS.get((*key, weight)):
         return of_weight[0]
     config, _ = TABLE[key]
@@ -346,6 +369,9 @@ OF_WEIGHTS: dict[tuple[str, str, int, int, Weight] | tuple[str, str, int, int, W
     ("sm90", "dq", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 4), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "scores"): (Config(32, 64, 4, 4), TIMED_AGAIN),
+    ("sm90", "forward", 2, 256, "scores"): (Config(128, 32, 8, 2), FITS),
+    ("sm90", "dkdv", 2, 256, "scores"): (Config(32, 32, 8, 2), FITS),
+    ("sm90", "dkdv", 2, 256, "pairs"): (Config(32, 32, 8, 2), FITS),
     ("sm80", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
     ("sm86", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
     ("sm100", "dkdv", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
@@ -378,10 +404,12 @@ def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config
     return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8 if weight == "pairs" else config.warps)
 
 
-def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
-    """For `rows` rows of a sequence, queries times the heads of a group."""
+def config_of_decode(
+    target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int, crowded: bool = False
+) -> Config:
+    """For `rows` rows of a sequence, queries times the heads of a group. crowded: NVIDIA's registers hold none but DECODE's tiles."""
     purpose = "decode" if rows <= LEAST_DIM else "chunk"
     size = 4 if dtype.itemsize == 4 else cached.itemsize
     dims = next(each for each in (64, 128, 192, 256, 576) if max(head_dim, head_dim_v) <= each)
-    row = TABLE.get((target.family, purpose, size, dims))
+    row = None if crowded and target.nvidia else TABLE.get((target.family, purpose, size, dims))
     return DECODE[purpose, size, dims] if row is None else row[0]

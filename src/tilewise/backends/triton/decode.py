@@ -3,7 +3,6 @@
 Keys are shared out by the number of multiprocessors and by shapes; how many a sequence has, its programs find on the device.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,7 +15,7 @@ from tilewise.backends.triton.bound import PARTS, on, softcap_of, wide
 from tilewise.backends.triton.kernels import decode as kernels
 from tilewise.backends.triton.launch import Kernel, launcher
 from tilewise.backends.triton.tape import ALIGNED, Tapes, scratch
-from tilewise.backends.triton.targets import Target, interpreted, of_device
+from tilewise.backends.triton.targets import Target, interpreted, multiprocessors, of_device
 from tilewise.errors import EIGHT_BITS, check_memory
 from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 
@@ -24,7 +23,6 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
 MOST_BYTES = 1 << 30  # of parts, with a split
-MULTIPROCESSORS = 8  # that Triton's interpreter stands for
 READ = DecodeTensors.getter(
     "q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "alibi_slopes", "sink", "k_scale", "v_scale",
     "rotary_cos", "rotary_sin",
@@ -66,7 +64,11 @@ class Shares:
         self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
-        config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims)
+        self.several = (
+            call.max_seqlen_q > 1 or call.tree is not None or (self.ragged and call.split is not None)
+        )  # one kernel, one set of bits
+        crowded = call.tree is not None or (self.several and max(dims) > configs.MOST_DIM)  # by its second look at values
+        config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims, crowded)
         self.config = config._replace(fused=call.rotary is None)  # torch rotates with products and sums rounded one by one
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
@@ -77,7 +79,7 @@ class Shares:
             self.splits = max(-(-self.capacity // self.piece), 1)
         else:
             self.piece, pieces = LEAST_KEYS, -(-(self.capacity if most is None else min(most, self.capacity)) // LEAST_KEYS)
-            programs = PER_MULTIPROCESSOR * _multiprocessors(q.device)
+            programs = PER_MULTIPROCESSOR * multiprocessors(q.device)
             self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), pieces), 1)
         self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
 
@@ -94,7 +96,7 @@ class Decoder:
     def __init__(self, call: DecodeCall, shares: Shares | None = None, prefix: bool = False, parts: bool = False) -> None:
         self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
         self.target, self.device = self.shares.target, call.q.device
-        self._launchers: dict[bool, Callable] = {}
+        self._launchers: dict[tuple[bool, bool], Callable] = {}
         self.tapes = Tapes()
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
         self.shape = (*call.q.shape[:-1], self.dim_v)
@@ -113,13 +115,15 @@ class Decoder:
         typed = {"lengths": call.seqlens, "starts": call.cu_seqlens_q, "pages": call.page_table, "entry_of": call.cache_batch_idx,
                  "leftpad": call.leftpad, "cos": cos, "sin": sin}  # fmt: skip
         stored = {"k_cache": self.stored[0], "v_cache": self.stored[1], "o": self.out_dtype, "q": self.dtype, "sink": torch.float32}
+        self.latent = self._latent({"k_cache": call.k_cache, "v_cache": call.v_cache})  # of the call that it is made for
         self.dtypes = tuple((stored | {name: x.dtype for name, x in typed.items() if x is not None}).items())
 
     def begin(self) -> "Decoder":
         """Have its kernels compiled side by side."""
         if self.shares.splits > 1 and not self.parts:
-            kind = tuple(self.constants.items()), self.dtypes, self.shares.config
-            helpers.begin(kind, lambda: [self.kernel(True), merging.kernel(self.dim_v, self.out_dtype, True)], self.target)
+            latent = self.latent
+            kind = tuple(self.constants.items()), self.dtypes, self.shares.config, latent
+            helpers.begin(kind, lambda: [self.kernel(True, latent), merging.kernel(self.dim_v, self.out_dtype, True)], self.target)
         return self
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
@@ -132,12 +136,12 @@ class Decoder:
             "RAGGED": shares.ragged, "SPLIT": shares.splits > 1 or self.prefix or self.parts, "JOINS": self.prefix,
             "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
             "PAGES": "" if call.page_table is None else "row" if call.k_cache.shape[1] % config.tile_n else "tile",
-            "SEVERAL": call.max_seqlen_q > 1 or call.tree is not None or (shares.ragged and call.split is not None),  # one kernel, one set of bits
+            "SEVERAL": shares.several,
             "LEFTPAD": call.leftpad is not None, "TREE": call.tree is not None,
             "K_BITS": bits[0], "V_BITS": bits[1], "K_SCALE": scaled[0], "V_SCALE": scaled[1],
             "ROTARY": "" if call.rotary is None else "interleaved" if call.rotary.interleaved else "half",
             "MODIFIED": any(changes.values()) or call.scale <= 0.0,  # as in the forward pass
-            "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n, "STAGES": config.stages,
+            "SINK": call.sink is not None, "GROUP": shares.group, "TILE_M": config.tile_m, "TILE_N": config.tile_n,
             "BF16_PARTS": self.dtype == torch.float32 and self.target.nvidia, "EMULATED": interpreted(), **changes, **ranks(call.share),
         }  # fmt: skip
         for names, dim in zip(PARTS, (call.q.shape[-1], self.dim_v), strict=True):
@@ -167,7 +171,8 @@ class Decoder:
         made = {} if joined is None else {"partial_o": joined[0], "partial_lse": joined[1]}
         behind = {} if joined is None else {"behind": joined[0][joined[2] :], "lse_behind": joined[1][joined[2] :]}
         with on(self.device):
-            self.tapes.run(joined is None, {**operands, **whole, **made, **behind}, (), lambda: self._launch(operands, whole, joined))
+            key, given = (joined is None, self._latent(operands)), {**operands, **whole, **made, **behind}
+            self.tapes.run(key, given, (), lambda: self._launch(operands, whole, joined))
         return o, lse
 
     def partials(self, parts: int) -> tuple[Tensor, Tensor]:
@@ -181,7 +186,7 @@ class Decoder:
         operands, written = self._operands(given, seqlens), {"partial_o": partial_o, "partial_lse": partial_lse}
         written |= {"o": partial_o, "lse": partial_lse}
         with on(self.device):
-            self.tapes.run("parts", operands | written, (), lambda: self._attend(operands, written))
+            self.tapes.run(("parts", self._latent(operands)), operands | written, (), lambda: self._attend(operands, written))
 
     def _launch(
         self, operands: Mapping[str, Tensor | None], whole: Mapping[str, Tensor], joined: tuple[Tensor, Tensor, int] | None
@@ -231,19 +236,38 @@ class Decoder:
                 arguments |= strides(f"scale_{name}", self._spread(x), "page", "row", "head")
         if cos is not None and sin is not None:
             arguments |= tables(cos, sin)
-        aligned = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"]))
-        if aligned not in self._launchers:
-            self._launchers[aligned] = launcher(self.kernel(aligned), self.target)
-        self._launchers[aligned](shares.tiles * shares.splits * shares.heads_k, arguments)
+        kind = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"])), self._latent(operands)
+        if kind not in self._launchers:
+            self._launchers[kind] = launcher(self.kernel(*kind), self.target)
+        self._launchers[kind](shares.tiles * shares.splits * shares.heads_k, arguments)
 
     def _spread(self, scale: Tensor) -> Tensor:
         """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""
         return scale if scale.dim() == 3 else scale.expand(self.shares.batch, self.shares.heads_k)[:, None]
 
-    def kernel(self, aligned: bool) -> Kernel:
+    def _latent(self, operands: Mapping[str, Tensor | None]) -> bool:
+        """Whether values are the first columns of keys, which are read once then: of 16 bits, one query, and all of them one part of a key."""
+        k, v = operands["k_cache"], operands["v_cache"]
+        assert k is not None and v is not None
+        together = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype == self.dtype != torch.float32
+        return (
+            together
+            and self.target.nvidia
+            and not self.shares.several
+            and self.constants["DIM"] == self.dim_v
+            and self.constants["DIM_B"] != 0
+        )
+
+    def kernel(self, aligned: bool, latent: bool = False) -> Kernel:
         """`kernels.decode` with its constants."""
-        names = set(kernels.decode.arg_names)
-        constants = tuple((name, value) for name, value in self.constants.items() if name in names)
+        names, constants, stages = set(kernels.decode.arg_names), self.constants | {"LATENT": latent}, self.shares.config.stages
+        if latent:  # half as much to load, so that there is room for one more
+            constants |= {"V_DIM": self.dim_v, "V_DIM_B": 0, "V_CUT": 0}
+            stages += 1
+        if constants["PAGES"] and self.target.nvidia:  # Triton loads pages one stage ahead of what they hold, for each stage
+            stages = 2 * stages - 1
+        constants["STAGES"] = stages
+        constants = tuple((name, value) for name, value in constants.items() if name in names)
         return Kernel(kernels.decode, constants, self.dtypes, self.shares.config, aligned)
 
 
@@ -265,8 +289,3 @@ def tables(cos: Tensor, sin: Tensor) -> dict[str, object]:
 
 def in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return MULTIPROCESSORS if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -101,11 +101,13 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
         places = (1, capacity) if page is None else (capacity // page, page)
         table = None if page is None else anywhere(1, places[0], dtype=torch.int32)
         for queries in QUERIES:
-            k_cache, v_cache = (anywhere(*places, 1, dim) for dim in dims)
+            k_cache = anywhere(*places, 1, dims[0])
+            v_cache = k_cache[..., : dims[1]] if dims[0] > MOST_DIM else anywhere(*places, 1, dims[1])
             given = {"q": anywhere(1, queries, heads, dims[0]), "k_cache": k_cache, "v_cache": v_cache, "page_table": table}
             call = DecodeCall(seqlens=lengths, max_seqlen_q=queries, **given, **ABSENT, **changes)
             decoder = Decoder(call, Shares(call, target=target))
-            found += [decoder.kernel(True), *([merging.kernel(dims[1], dtype, True)] if decoder.shares.splits > 1 else [])]
+            found += [decoder.kernel(True, latent) for latent in (False, decoder.latent)]
+            found += [merging.kernel(dims[1], dtype, True)] if decoder.shares.splits > 1 else []
         k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (1, 1)) for dim in dims)
         new = AppendCall(
             k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, cache_batch_idx=None,

@@ -53,7 +53,8 @@ def _visit(
     CAREFUL: tl.constexpr, PAGES: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     TREE: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr, V_DIM_B: tl.constexpr, V_CUT: tl.constexpr,
-    BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+    LATENT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after `count` more tiles of keys from `first` on, of which some row sees low <= key < high."""
     columns, dims, v_dims = tl.arange(0, TILE_N), tl.arange(0, DIM), tl.arange(0, V_DIM)
@@ -81,7 +82,10 @@ def _visit(
             known = sees & (row >= 0)[:, None] & (column >= 0)[None, :]
             sees = sees & (tl.load(tree + row[:, None] * new + column[None, :], mask=known, other=1) != 0)
         p, fading, total, top = online(tl.where(sees, x, float("-inf")), factor, top, total, False)
-        v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
+        if LATENT:  # noqa: SIM108 - one of them is compiled
+            v_tile = tl.trans(k_tile)
+        else:
+            v_tile = gather(v_cache, v_rows[:, None], v_dims[None, :], exists[:, None], 0 if V_DIM_B else V_CUT)
         if V_BITS != "":
             of_v = _scales(v_scale, (page * scale_v_page + place * scale_v_row)[:, None], exists[:, None], V_SCALE)
             v_tile = widened(v_tile, of_v, q.dtype, V_BITS == "e4m3", EMULATED)
@@ -134,14 +138,15 @@ def decode(
     LEFTPAD: tl.constexpr, TREE: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     ROTARY: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
-    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr, STAGES: tl.constexpr,
-    RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
+    V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, LATENT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """O (tokens, heads, head_dim_v) and LSE, or with SPLIT these of one of `splits` parts of the keys, in fp32. Grid: tiles * splits * heads_k.
 
     tiles: m_tiles * batch; RAGGED m_tiles, of all sequences and of the rows behind the last, which make one more that has no keys.
     low, high: a query at position p sees keys p + low to p + high. piece: keys of a part, with FIXED, or of one at least.
     RANK, WORLD, RUN: as `shares.held`; lengths and what a row sees are positions until they are made keys of the cache.
+    LATENT: values are the first columns of keys, in the same memory.
     JOINS: another launch has the first `prefix` keys of sequences in which every query sees these.
     """
     h_k, rest = tl.program_id(0) % heads_k, tl.program_id(0) // heads_k
@@ -222,8 +227,8 @@ def decode(
         none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page, v_cache_row, pages,
         page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row, first_tile, count, n_low, n_high,
         begin, end, position, tree, new, oldest, scale, softcap, slope, False, PAGES, K_BITS, V_BITS, K_SCALE, V_SCALE, TREE, MODIFIED,
-        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
-        RANK, WORLD, RUN, STAGES,
+        SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, LATENT,
+        BF16_PARTS, EMULATED, RANK, WORLD, RUN, STAGES,
     )  # fmt: skip
     if SEVERAL:  # noqa: SIM102
         if _not_finite(acc) + _not_finite(acc_b) > 0:  # NaN among the values of a key must reach only those rows that see it
@@ -231,8 +236,8 @@ def decode(
                 none, none_b, nothing, lowest, q_tile, q_tile_b, k_cache, v_cache, k_cache_page, k_cache_row, v_cache_page,
                 v_cache_row, pages, page_size, entries, entry, k_scale, v_scale, scale_k_page, scale_k_row, scale_v_page, scale_v_row,
                 first_tile, count, n_low, n_high, begin, end, position, tree, new, oldest, scale, softcap, slope, True, PAGES, K_BITS, V_BITS,
-                K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, BF16_PARTS, EMULATED,
-                RANK, WORLD, RUN, 1,
+                K_SCALE, V_SCALE, TREE, MODIFIED, SOFTCAP, ALIBI, TILE_M, TILE_N, DIM, DIM_B, CUT, V_DIM, V_DIM_B, V_CUT, LATENT,
+                BF16_PARTS, EMULATED, RANK, WORLD, RUN, 1,
             )  # fmt: skip
     top = top * LN2
     if SINK:
