@@ -1,6 +1,7 @@
 """The tables of docs/guide/serving.md, from the rows of tools/gpu/vllm_bench.py that benchmarks/results/vllm has: rewrites the page.
 
-They stand between `<!-- vllm:prefill -->`, or `<!-- vllm:decode -->`, and `<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
+They stand between `<!-- vllm:prefill -->`, `<!-- vllm:decode -->` or `<!-- vllm:busy -->` (how long the GPU runs kernels in such a step) and
+`<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
 """
 
 import json
@@ -24,11 +25,12 @@ def load() -> list[dict]:
 
 
 def table(part: str, rows: list[dict]) -> list[str]:
-    """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode", milliseconds of a step."""
-    found = [row for row in rows if row["part"] == part]
+    """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode" and "busy", milliseconds of a step."""
+    found = [row for row in rows if row["part"] == part.replace("busy", "decode") and ("busy_ms" in row) == (part == "busy")]
     a, b, value, first, digits = {
         "prefill": ("cached", "new", lambda row: row["tokens_per_s"] / 1e3, "thousand tokens a second", 1),
         "decode": ("length", "sequences", lambda row: row["ms"], "ms a step", 2),
+        "busy": ("length", "sequences", lambda row: row["busy_ms"], "ms of the GPU a step", 2),
     }[part]
     newest = {(row[a], row[b], row["backend"], row["block"]): row for row in found}
     cells = {cell: value(row) for cell, row in newest.items()}

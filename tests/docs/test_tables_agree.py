@@ -23,8 +23,11 @@ OTHER_UNITS = ("kernel, ms", "us", "profile", "two GPUs, ms")  # of tables with 
 SESSIONS = {  # (device, case): the most that its values are apart, and the sessions
     ("h100", "b1 s16384 h32 d64 Full() bf16 fwd"): (0.04, "ladder of 2026-11-21, papers of 2026-11-25, fp8 of 2026-11-26"),
     ("h100", "b2 s8192 h16 d128 Causal() bf16 fwd"): (0.04, "papers of 2026-11-25, fp8 of 2026-11-26"),
-    ("h200", "b1 s16384 h16 d128 Full() bf16 bwd"): (0.04, "papers of 2026-11-30, ladder of 2026-11-29, on two cards"),
-    ("h200", "b1 s16384 h32 d64 Full() bf16 bwd"): (0.07, "the same"),
+    ("h200", "b1 s16384 h16 d128 Full() bf16 bwd"): (
+        0.05,
+        "one card, minutes apart: in turns with rungs of half its rate, or with its equals",
+    ),
+    ("h200", "b1 s16384 h32 d64 Full() bf16 bwd"): (0.06, "the same"),
 }
 MARKER = re.compile(r"<!-- (?P<kind>(?!from)[a-z-]+)(?::(?P<rest>\S+))?(?: (?P<name>\S+))? -->\n(?P<body>.*?)<!-- ", re.DOTALL)
 
@@ -196,6 +199,7 @@ READERS = {
     **dict.fromkeys(("throughput", "time", "memory", "against-best", "against-sdpa"), by_case),
     "models": models,
     "by-kind": longest,
+    "by-kind-triton": longest,
     "readme-papers": readme_papers,
     **dict.fromkeys(("ladder", "readme-ladder"), at_8k),
     "table": of_a_rung,
@@ -212,7 +216,18 @@ COMPUTED = "computed by tools/worklog_tables.py, which a test holds to it"
 NOT_READ = {  # kind: why
     "machines": "names, versions and dates; no measured value",
     **dict.fromkeys(
-        ("training", "error", "ceiling", "hard-inputs", "vllm:prefill", "vllm:decode", "video", "eight-bits", "context-parallel:decode"),
+        (
+            "training",
+            "error",
+            "ceiling",
+            "hard-inputs",
+            "vllm:prefill",
+            "vllm:decode",
+            "vllm:busy",
+            "video",
+            "eight-bits",
+            "context-parallel:decode",
+        ),
         ONCE,
     ),
     "counters": "one launch under the profiler, whose clock is not the bench's",

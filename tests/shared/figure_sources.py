@@ -210,7 +210,6 @@ SOURCES = {  # page: figure: where it comes from
     "guide/eight-bits.md": {"7 %": PREDICTED, "1.13 times": "docs/benchmarks.md: 867.9 / 764.9"},
     "guide/serving.md": {
         "85.0 thousand": f"{VLLM}: 85047.49181403023 / 1e3",
-        "2.20 ms": "lab/rows/vllm-decode-quiet-h200.jsonl: 2.1954880000123467 / 1e0",
         "20 us": NOT_KEPT,
         **dict.fromkeys(("100 us", "10 ms"), "supposed, as the page says"),
         "2.17 ms": "lab/rows/vllm-decode-busy-host-h200.jsonl",
@@ -483,6 +482,10 @@ SOURCES = {  # page: figure: where it comes from
         "5 times": NOT_KEPT,
     },
     "triton.md": {
+        "15.2 ms": "lab/rows/triton-tiles-4-h200.jsonl: 15.1909 / 1e0",
+        "499 TFLOP/s": "lab/rows/triton-tiles-4-h200.jsonl, benchmarks/results/h200.jsonl: 549755813888 / 1.1016 / 1e9",
+        "135 us": "lab/rows/triton-decode-h200.jsonl: 0.00013549866278966268 * 1e6",
+        **{f"{us:.0f} us": f"lab/rows/triton-decode-tiles-h200.jsonl: {us} / 1e0" for us in (129.49, 48.41, 566.53)},
         "10.8 ms": "lab/rows/triton-tune-h100.jsonl: 0.010751680 * 1e3",
         "4 %": (
             less("lab/rows/triton-tiles-3-h200.jsonl", 1.3031, 1.3588),

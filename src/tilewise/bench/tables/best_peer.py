@@ -1,6 +1,7 @@
 """Tables of ours against the fastest peer: of any workloads, of the set `models` by both clocks, and of decoding; and why ours is behind."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from tilewise.bench.compare import (
@@ -63,6 +64,12 @@ def by_kind(rows: Iterable[Row]) -> str:
         rates = measure.text(longest.mine), f"{measure.text(longest.best)} {longest.best.impl}"
         lines.append(line((kind, *rates, f"{geometric_mean(numbers):.2f}", ahead(numbers))))
     return "\n".join([*lines, "", measured_on(rows)])
+
+
+def by_kind_of_triton(rows: Iterable[Row]) -> str:
+    """`by_kind` with the Triton backend for ours."""
+    name = f"{MINE}:triton"
+    return by_kind(replace(row, impl=MINE) if row.impl == name else row for row in rows).replace(f"| {MINE} |", f"| {name} |", 1)
 
 
 def kinds(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Pair]]:
