@@ -4,8 +4,10 @@ import importlib
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_a_step_is_one_with_every_sequence_and_prompts_are_their_own(bench, monk
         return None, 7.002
 
     monkeypatch.setattr(bench, "generated", generated)
-    options = Namespace(lengths=[40, 300], sequences=[1, 3], new=[10], cached=[0, 30])
+    options = Namespace(lengths=[40, 300], sequences=[1, 3], new=[10], cached=[0, 30], busy=False)
     engine = Engine(clock)
     small, several, alone, left_out = bench.decode(engine, 600, options)
     assert [each["ms"] for each in (small, several, alone)] == pytest.approx([2.0] * 3)
@@ -49,6 +51,35 @@ def test_a_step_is_one_with_every_sequence_and_prompts_are_their_own(bench, monk
     first, behind = bench.prefill(engine, 400, options)
     assert first["cached"] == 0 and behind["tokens_per_s"] == pytest.approx(10 / 7.002)
     assert len(asked[4][0]) == 30 and all(each[0][:30] == asked[4][0] for each in asked[5:]) and len({each[0] for each in asked[5:]}) == 4
+
+
+def test_a_traced_step_is_of_the_long_run_less_the_short_one(bench, monkeypatch):
+    """Each run has a prompt's kernel of 1 ms, and in each step two kernels of 30 and 20 us, the second launched 5 us before the first ends."""
+    asked = []
+
+    class Traced:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def events(self):
+            steps = [(1000 * i, name, start, length) for i in range(asked[-1]) for name, start, length in (("a", 0, 30), ("b", 25, 20))]
+            spans = [("prompt", -2000, 1000), *((name, at + start, length) for at, name, start, length in steps)]
+            return [_event(*span) for span in spans] + [_event("on the host", 0, 1e6, torch.autograd.DeviceType.CPU)]
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: Traced())
+    monkeypatch.setattr(bench, "generated", lambda llm, prompts, tokens: asked.append(tokens))
+    found = bench.busy(None, [])
+    assert asked == [bench.FIRST, bench.TOKENS] and found["busy_ms"] == pytest.approx(0.045)
+    assert found["kernels_us"] == pytest.approx({"a": 30.0, "b": 20.0, "prompt": 0.0})
+
+
+def _event(name, start, length, where=torch.autograd.DeviceType.CUDA):
+    return SimpleNamespace(
+        name=name, device_type=where, time_range=SimpleNamespace(start=start, end=start + length, elapsed_us=lambda: length)
+    )
 
 
 def test_what_is_said_is_compared_up_to_the_first_difference(bench, monkeypatch, tmp_path):

@@ -28,7 +28,7 @@ def walk_over_tiles(tile, wrong, given, of_wrong, spoils, tiles, CAREFUL: tl.con
 
 @triton.jit
 def _behind_last(spoils, tiles):
-    """Where the tiles of a program end, `tl.num_programs(0)` apart: behind the last one with a flag, which one load for 128 of them finds."""
+    """Where the tiles of a program end, as far apart as there are programs: behind the last with a flag, which one load for 128 of them finds."""
     end, step = 0, tl.num_programs(0)
     for first in range(tl.program_id(0), tiles, step * 128):
         own = first + tl.arange(0, 128) * step
