@@ -147,8 +147,7 @@ def of_decode() -> Iterator[Case]:
     """Those of decode and append: of what a GPU has least of, shared memory, each row of config.DECODE; of the others what is run most."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for arch, queries in itertools.product(FAMILIES, triton_decoding.QUERIES):
-        of_caches = (bf16, 128, "paged"), (bf16, 128, "e4m3+paged"), (fp32, 128, "plain"), (bf16, 576, "plain")
-        of_caches += ((bf16, 576, "e4m3+rows"),)
+        of_caches = (bf16, 128, "paged"), (bf16, 128, "e4m3+paged"), (fp32, 128, "plain"), (bf16, 576, "plain"), (bf16, 576, "e4m3+rows")
         yield from (Case(arch, "decode", dtype, dim, queries, feature) for dtype, dim, feature in of_caches)
     yield from (Case("sm_90", "decode", bf16, 576, "one", feature) for feature in ("latent+paged+group", "group"))
     for arch, dim, queries in itertools.product(NARROW, (64, 192, 256), triton_decoding.QUERIES):

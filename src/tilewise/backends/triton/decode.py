@@ -64,9 +64,8 @@ class Shares:
         self.capacity = 0 if 0 in call.k_cache.shape else call.k_cache.shape[1] * pages
         rows = self.group * (1 if self.ragged and call.split is not None else self.queries())
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
-        self.several = (
-            call.max_seqlen_q > 1 or call.tree is not None or (self.ragged and call.split is not None)
-        )  # one kernel, one set of bits
+        one_kernel = self.ragged and call.split is not None  # one set of bits, whatever the number of queries
+        self.several = call.max_seqlen_q > 1 or call.tree is not None or one_kernel
         crowded = call.tree is not None or (self.several and max(dims) > configs.MOST_DIM)  # by its second look at values
         config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims, crowded)
         self.config = config._replace(fused=call.rotary is None)  # torch rotates with products and sums rounded one by one
@@ -249,14 +248,9 @@ class Decoder:
         """Whether values are the first columns of keys, which are read once then: of 16 bits, one query, and all of them one part of a key."""
         k, v = operands["k_cache"], operands["v_cache"]
         assert k is not None and v is not None
-        together = k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype == self.dtype != torch.float32
-        return (
-            together
-            and self.target.nvidia
-            and not self.shares.several
-            and self.constants["DIM"] == self.dim_v
-            and self.constants["DIM_B"] != 0
-        )
+        if not self.target.nvidia or self.shares.several or self.constants["DIM"] != self.dim_v or self.constants["DIM_B"] == 0:
+            return False
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype == self.dtype != torch.float32
 
     def kernel(self, aligned: bool, latent: bool = False) -> Kernel:
         """`kernels.decode` with its constants."""
