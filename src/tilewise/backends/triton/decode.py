@@ -170,8 +170,8 @@ class Decoder:
         made = {} if joined is None else {"partial_o": joined[0], "partial_lse": joined[1]}
         behind = {} if joined is None else {"behind": joined[0][joined[2] :], "lse_behind": joined[1][joined[2] :]}
         with on(self.device):
-            key, given = (joined is None, self._latent(operands)), {**operands, **whole, **made, **behind}
-            self.tapes.run(key, given, (), lambda: self._launch(operands, whole, joined))
+            key, tensors = (joined is None, self._latent(operands)), {**operands, **whole, **made, **behind}
+            self.tapes.run(key, tensors, (), lambda: self._launch(operands, whole, joined))
         return o, lse
 
     def partials(self, parts: int) -> tuple[Tensor, Tensor]:
