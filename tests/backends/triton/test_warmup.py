@@ -55,7 +55,7 @@ def test_calls_launch_what_was_compiled(case, grad, launched):
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("page", [None, 16, 64, 256])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 40), (576, 512)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 40), (320, 512), (576, 512)], ids=str)
 def test_decode_launches_what_was_compiled(dims, page, queries, monkeypatch):
     if targets.interpreted():
         pytest.skip("in the interpreter nothing is compiled")
@@ -70,7 +70,8 @@ def test_decode_launches_what_was_compiled(dims, page, queries, monkeypatch):
         caches = [torch.zeros(*shape, 8, dim, dtype=dtype) for dim in dims]
         k, v = (torch.zeros(2, queries, 8, dim, dtype=dtype) for dim in dims)
         q = torch.zeros(2, queries, 16, dims[0], dtype=dtype)
-        tw.decode(q, *caches, cache_seqlens=lengths.clamp(max=100), page_table=table, backend="triton", **scores)
+        for v_cache in [caches[1], *([caches[0][..., : dims[1]]] if dims[0] > dims[1] else [])]:  # and values that are columns of keys
+            tw.decode(q, caches[0], v_cache, cache_seqlens=lengths.clamp(max=100), page_table=table, backend="triton", **scores)
         absent = dict.fromkeys(("cache_batch_idx", "cu_seqlens", "rotary_cos", "rotary_sin", "rotary_first"))
         new = {"k_cache": caches[0], "v_cache": caches[1], "k": k, "v": v, "cache_seqlens": lengths, "page_table": table}
         Triton().append(AppendCall(**new, **absent, interleaved=False))

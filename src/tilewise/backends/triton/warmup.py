@@ -102,7 +102,7 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
         table = None if page is None else anywhere(1, places[0], dtype=torch.int32)
         for queries in QUERIES:
             k_cache = anywhere(*places, 1, dims[0])
-            v_cache = k_cache[..., : dims[1]] if dims[0] > MOST_DIM else anywhere(*places, 1, dims[1])
+            v_cache = k_cache[..., : dims[1]] if dims[0] > dims[1] else anywhere(*places, 1, dims[1])
             given = {"q": anywhere(1, queries, heads, dims[0]), "k_cache": k_cache, "v_cache": v_cache, "page_table": table}
             call = DecodeCall(seqlens=lengths, max_seqlen_q=queries, **given, **ABSENT, **changes)
             decoder = Decoder(call, Shares(call, target=target))

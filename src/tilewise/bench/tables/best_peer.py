@@ -53,23 +53,20 @@ def against_best(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def by_kind(rows: Iterable[Row]) -> str:
-    """`against_best` with a line for all lengths of a direction, head_dim and mask: throughput at the longest, and the mean ratio."""
-    rows = [row for row in latest(rows) if row.median_s is not None]
+def by_kind(rows: Iterable[Row], mine: str = MINE) -> str:
+    """`against_best` with a line for all lengths of a direction, head_dim and mask: throughput at the longest, and the mean ratio.
+
+    mine: the contender that stands for ours.
+    """
+    rows = [replace(row, impl=MINE) if row.impl == mine else row for row in latest(rows) if row.median_s is not None]
     measure = metric_of("throughput", rows)
-    lines = header(f"{measure.unit}, longest length", MINE, "best other", "mean ratio, all lengths", "ahead")
+    lines = header(f"{measure.unit}, longest length", mine, "best other", "mean ratio, all lengths", "ahead")
     for (direction, head_dim, mask), group in kinds(rows).items():
         longest, numbers = longest_of(group), [pair.ratio for pair in group]
         kind = escaped(f"{direction} d{head_dim} {mask}, {longest.case['seqlen_k']} tokens")
         rates = measure.text(longest.mine), f"{measure.text(longest.best)} {longest.best.impl}"
         lines.append(line((kind, *rates, f"{geometric_mean(numbers):.2f}", ahead(numbers))))
     return "\n".join([*lines, "", measured_on(rows)])
-
-
-def by_kind_of_triton(rows: Iterable[Row]) -> str:
-    """`by_kind` with the Triton backend for ours."""
-    name = f"{MINE}:triton"
-    return by_kind(replace(row, impl=MINE) if row.impl == name else row for row in rows).replace(f"| {MINE} |", f"| {name} |", 1)
 
 
 def kinds(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Pair]]:
