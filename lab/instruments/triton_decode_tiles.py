@@ -2,8 +2,8 @@
 
     python lab/instruments/triton_decode_tiles.py "b16 8k 32:8 p64 q4; b16 latent-4k 16:1 p64 q1: 32,64,4,3 | 64,64,4,3,4" --out rows.jsonl
 
-Each text has cells by their titles, and trials: rows, keys, warps and stages, and perhaps how many programs there are for a multiprocessor. They
-are compiled ahead, side by side, and their results compared with those of what ships. Microseconds of a call, medians of replays of a CUDA graph of
+Each text has cells by their titles, and trials: rows, keys, warps and stages, and perhaps how many programs there are for a multiprocessor, and of
+how many sequences a program shares out the keys by their lengths (0: all have as many parts). "-" stands for what ships. They are compiled ahead, side by side, and their results compared with those of what ships. Microseconds of a call, medians of replays of a CUDA graph of
 calls on caches that do not fit the L2 cache.
 """
 
@@ -40,11 +40,16 @@ ABSENT = "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split"
 @contextmanager
 def chosen(trial: str) -> Iterator[None]:
     """Decode by the tiles of a trial; empty: what ships."""
-    numbers = [int(each) for each in trial.split(",")] if trial else []
-    programs = numbers[4] if len(numbers) > 4 else decode.PER_MULTIPROCESSOR
-    ships = configs.config_of_decode
-    tiles = (lambda *_: Config(*numbers[:4])) if trial else ships
-    with mock.patch.object(decode, "PER_MULTIPROCESSOR", programs), mock.patch.object(configs, "config_of_decode", tiles):
+    numbers = [each if each == "-" else int(each) for each in trial.split(",")] if trial else []
+    numbers += ["-"] * (6 - len(numbers))
+    programs = decode.PER_MULTIPROCESSOR if numbers[4] == "-" else numbers[4]
+    sequences = decode.SEQUENCES if numbers[5] == "-" else (numbers[5],)
+    tiles = configs.config_of_decode if numbers[0] == "-" else lambda *_: Config(*numbers[:4])
+    with (
+        mock.patch.object(decode, "PER_MULTIPROCESSOR", programs),
+        mock.patch.object(decode, "SEQUENCES", sequences),
+        mock.patch.object(configs, "config_of_decode", tiles),
+    ):
         yield
 
 
@@ -64,9 +69,11 @@ def compile_all(job: tuple[Cell, str]) -> str:
     try:
         small = replace(cell, lengths=(256,)) if cell.page else replace(cell, lengths=(cell.longest,))
         found, _ = bound(small, trial, Pool(torch.device("cuda"), 0))
+        with chosen(trial):
+            sequences = next((most for most in decode.SEQUENCES if len(cell.lengths) <= most), 0)
         said = []
-        for split in (False, True):
-            found.constants["SPLIT"] = split
+        for split, most in ((False, 0), (True, 0), *([(True, sequences)] if sequences else [])):
+            found.constants |= {"SPLIT": split, "SEQUENCES": most}
             facts = measured(found.kernel(True, found.latent), found.target)
             said.append(f"{facts.registers} registers, {facts.stack} bytes of stack, {facts.shared} of shared memory")
         return "; ".join(said)

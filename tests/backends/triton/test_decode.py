@@ -30,6 +30,11 @@ CASES = [
     DecodeCase(lengths=(70, 3, 0, 130), queries=3, tree=9, page=16, heads=(2, 1)),
     DecodeCase(lengths=(1500,), heads=(16, 1), **CHANGES),
     DecodeCase(lengths=(1500, 20), split=100, page=5),
+    DecodeCase(lengths=(2000, 0, 3, 700, 1025), page=64),  # parts by length: one of all, and, with few sequences, several on average
+    DecodeCase(lengths=(1300, 20, 600), queries=3, heads=(2, 1), dtype=torch.float16, **CHANGES),
+    DecodeCase(lengths=(1500, 20, 900), queries=2, heads=(2, 1), leftpad=(900, 0, 7), entries=True, sink=True),
+    DecodeCase(lengths=(1500, 900, 5), queries=5, heads=(8, 1), page=5, tree=7),
+    DecodeCase(lengths=(1500, 30, 700), queries=4, heads=(2, 1), mask=SlidingWindow(600, 0), dims=(96, 40)),
     DecodeCase(lengths=(70,), dims=(72, 40), **CHANGES),
     DecodeCase(lengths=(70,), dims=(192, 128), queries=9, dtype=torch.float16),
     DecodeCase(lengths=(70,), dims=(256, 256), heads=(2, 1)),

@@ -22,6 +22,8 @@ from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
+SEQUENCES = 128, 1024  # at most, of whose lengths each program makes its own plan of parts
+FEW_QUERIES = 16  # of a sequence, of which long sequences have parts though all sequences fill the GPU
 MOST_BYTES = 1 << 30  # of parts, with a split
 READ = DecodeTensors.getter(
     "q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "alibi_slopes", "sink", "k_scale", "v_scale",
@@ -73,6 +75,7 @@ class Shares:
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
         self.tiles = self.m_tiles * (1 if self.ragged else self.batch)
         self.rows = (self.seqlen_q if self.ragged else self.batch * self.seqlen_q) * self.heads
+        self.sequences = 0  # parts by length, for at most so many
         if call.split is not None:
             self.piece = -(-max(call.split, 1) // self.config.tile_n) * self.config.tile_n
             self.splits = max(-(-self.capacity // self.piece), 1)
@@ -80,6 +83,8 @@ class Shares:
             self.piece, pieces = LEAST_KEYS, -(-(self.capacity if most is None else min(most, self.capacity)) // LEAST_KEYS)
             programs = PER_MULTIPROCESSOR * multiprocessors(q.device)
             self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), pieces), 1)
+            if pieces > 1 < self.batch and not self.ragged and call.share is None and (self.splits > 1 or self.seqlen_q <= FEW_QUERIES):
+                self.sequences = next((most for most in SEQUENCES if self.batch <= most), 0)
         self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
 
     def queries(self) -> int:
@@ -95,6 +100,8 @@ class Decoder:
     def __init__(self, call: DecodeCall, shares: Shares | None = None, prefix: bool = False, parts: bool = False) -> None:
         self.shares, self.prefix, self.parts = shares or Shares(call), prefix, parts
         self.target, self.device = self.shares.target, call.q.device
+        self.sequences = 0 if prefix or parts else self.shares.sequences
+        self.split = self.shares.splits > 1 or prefix or parts or self.sequences > 0
         self._launchers: dict[tuple[bool, bool], Callable] = {}
         self.tapes = Tapes()
         self.dtype, self.dim_v, self.out_dtype = call.q.dtype, call.v_cache.shape[3], call.out_dtype or call.q.dtype
@@ -119,11 +126,14 @@ class Decoder:
 
     def begin(self) -> "Decoder":
         """Have its kernels compiled side by side."""
-        if self.shares.splits > 1 and not self.parts:
-            latent = self.latent
-            kind = tuple(self.constants.items()), self.dtypes, self.shares.config, latent
-            helpers.begin(kind, lambda: [self.kernel(True, latent), merging.kernel(self.dim_v, self.out_dtype, True)], self.target)
+        if self.split and not self.parts:
+            kind = tuple(self.constants.items()), self.dtypes, self.shares.config, self.latent
+            helpers.begin(kind, lambda: [self.kernel(True, self.latent), self.merge()], self.target)
         return self
+
+    def merge(self) -> Kernel:
+        """That puts its parts together."""
+        return merging.kernel(self.dim_v, self.out_dtype, True, self.sequences > 0)
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
         shares, config = self.shares, self.shares.config
@@ -132,7 +142,7 @@ class Decoder:
         scaled = ["" if x is None else "token" if x.dim() == 3 else "head" for x in (call.k_scale, call.v_scale)]
         changes = {"SOFTCAP": softcap_of(call), "ALIBI": call.alibi_slopes is not None}
         constants = {
-            "RAGGED": shares.ragged, "SPLIT": shares.splits > 1 or self.prefix or self.parts, "JOINS": self.prefix,
+            "RAGGED": shares.ragged, "SPLIT": self.split, "SEQUENCES": self.sequences, "JOINS": self.prefix,
             "FIXED": call.split is not None, "ENTRIES": call.cache_batch_idx is not None,
             "PAGES": "" if call.page_table is None else "row" if call.k_cache.shape[1] % config.tile_n else "tile",
             "SEVERAL": shares.several,
@@ -174,9 +184,9 @@ class Decoder:
             self.tapes.run(key, tensors, (), lambda: self._launch(operands, whole, joined))
         return o, lse
 
-    def partials(self, parts: int) -> tuple[Tensor, Tensor]:
-        """Memory for O and LSE of `parts` parts of the keys, in fp32."""
-        shapes = (parts, self.shares.rows, self.dim_v), (parts, self.shares.rows)
+    def partials(self, parts: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Memory for O and LSE of `rows` rows over `parts` parts of the keys, in fp32."""
+        shapes = (parts, rows, self.dim_v), (parts, rows)
         found = [scratch(shape, torch.float32, self.device) for shape in shapes]
         return found[0], found[1]
 
@@ -191,12 +201,17 @@ class Decoder:
         self, operands: Mapping[str, Tensor | None], whole: Mapping[str, Tensor], joined: tuple[Tensor, Tensor, int] | None
     ) -> None:
         """Launch all of a call."""
-        if joined is None and self.shares.splits == 1:
+        shares, parts_of = self.shares, None
+        if not self.split:
             self._attend(operands, whole)
             return
-        partial_o, partial_lse, there = joined or (*self.partials(self.shares.splits), 0)
-        self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:]})
-        merging.merge(partial_o, partial_lse, whole["o"], whole["lse"])
+        if self.sequences:
+            partial_o, partial_lse = self.partials((shares.splits + 1) * shares.batch, shares.rows // shares.batch)
+            there, parts_of = 0, scratch((shares.batch, 2), torch.int32, self.device)
+        else:
+            partial_o, partial_lse, there = joined or (*self.partials(shares.splits, shares.rows), 0)
+        self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:], "parts_of": parts_of})
+        merging.merge(partial_o, partial_lse, whole["o"], whole["lse"], parts_of)
 
     def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
         """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""
@@ -213,7 +228,7 @@ class Decoder:
         found |= {name: None if x is None else x.float().contiguous() for name, x in (("slopes", slopes), ("sink", sink))}
         return found | {"tree": None if tree is None else tree.contiguous().view(torch.int8)}
 
-    def _attend(self, operands: Mapping[str, Tensor | None], written: Mapping[str, Tensor]) -> None:
+    def _attend(self, operands: Mapping[str, Tensor | None], written: Mapping[str, Tensor | None]) -> None:
         """Launch `kernels.decode`."""
         q, k, v, pages, tree, slopes, cos, sin = (
             operands[name] for name in ("q", "k_cache", "v_cache", "pages", "tree", "slopes", "cos", "sin")
@@ -238,7 +253,8 @@ class Decoder:
         kind = all(x.data_ptr() % ALIGNED == 0 and wide(x) for x in (q, k, v, written["o"])), self._latent(operands)
         if kind not in self._launchers:
             self._launchers[kind] = launcher(self.kernel(*kind), self.target)
-        self._launchers[kind](shares.tiles * shares.splits * shares.heads_k, arguments)
+        tiles = shares.m_tiles * shares.batch * (shares.splits + 1) if self.sequences else shares.tiles * shares.splits
+        self._launchers[kind](tiles * shares.heads_k, arguments)
 
     def _spread(self, scale: Tensor) -> Tensor:
         """(entries, places, heads), or of each sequence's heads (batch, 1, heads)."""

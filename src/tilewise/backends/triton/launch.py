@@ -40,7 +40,7 @@ POINTERS: dict[str, str | None] = dict.fromkeys(("bias", "d_bias", "sink", "cos"
 POINTERS |= dict.fromkeys(("lengths", "starts", "pages", "entry_of", "leftpad", "firsts"))  # int32 or int64
 POINTERS |= dict.fromkeys(("lse", "statistics", "delta", "d_lse", "slopes", "k_scale", "v_scale", "partial_o", "partial_lse"), "*fp32")
 POINTERS |= dict.fromkeys(
-    ("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k", "spoils"), "*i32"
+    ("ends", "order", "spans", "runs", "bands", "bitmaps", "planes", "diagonals", "drawn", "cu_q", "cu_k", "spoils", "parts_of"), "*i32"
 )
 POINTERS |= dict.fromkeys(("row_max", "row_factor", "row_shift", "k_whole", "k_lost", "centre", "k_centre", "v_centre"), "*fp32")
 POINTERS |= dict.fromkeys(("v_weights", "v_units", "largest"), "*fp32")

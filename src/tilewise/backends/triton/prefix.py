@@ -53,7 +53,7 @@ class Prefixed:
         if self.first is None:
             return self.rest(given, seqlens, out, with_lse)
         parts = self.first.shares.splits
-        partial_o, partial_lse = self.rest.partials(parts + self.shares.splits)
+        partial_o, partial_lse = self.rest.partials(parts + self.shares.splits, self.shares.rows)
         first = self._first(call, self._owner(call))
         self.first.attend(first.tensors, first.seqlens, partial_o[:parts], partial_lse[:parts])
         partial_lse[:parts].masked_fill_(~self._joined(call), -torch.inf)

@@ -107,7 +107,7 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
             call = DecodeCall(seqlens=lengths, max_seqlen_q=queries, **given, **ABSENT, **changes)
             decoder = Decoder(call, Shares(call, target=target))
             found += [decoder.kernel(True, latent) for latent in (False, decoder.latent)]
-            found += [merging.kernel(dims[1], dtype, True)] if decoder.shares.splits > 1 else []
+            found += [decoder.merge()] if decoder.split else []
         k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (1, 1)) for dim in dims)
         new = AppendCall(
             k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, cache_batch_idx=None,

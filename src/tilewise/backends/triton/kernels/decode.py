@@ -1,7 +1,8 @@
 """Decode: the newest queries of each sequence against its cache, in parts (split-KV), and `merge`, which puts the parts of a row together.
 
 A tile's rows are a sequence's new tokens times the query heads of a group (row = token * GROUP + head of the group), for these read the same keys.
-Every program finds its sequence's length, and so its part of the keys, on the device. The softmax is the forward pass's.
+Every program finds its sequence's length, and so its part of the keys, on the device; with SEQUENCES all lengths, so that long sequences have more
+parts than short ones. The softmax is the forward pass's.
 """
 
 import triton
@@ -19,6 +20,32 @@ from tilewise.backends.triton.kernels.shares import FARTHEST, held, place_of
 def _clamped(x, most):
     """An index of 32 or 64 bits in [0, most], in 32."""
     return tl.minimum(tl.maximum(x.to(tl.int64), 0), most).to(tl.int32)
+
+
+@triton.jit
+def _by_length(
+    unit, lengths, leftpad, batch, queries, most, low, high, splits, piece, LEFTPAD: tl.constexpr, TILE_N: tl.constexpr, SEQUENCES: tl.constexpr
+):  # fmt: skip
+    """The keys of all sequences in parts of one size, `splits` a sequence on average and one more for what is left over: the sequence of the
+    `unit`-th part (`batch` beyond the last), where its keys begin, the number of its first part and of its parts, and the keys of a part.
+    SEQUENCES: `batch` at least.
+    """
+    each = tl.arange(0, SEQUENCES)
+    exists = each < batch
+    length = _clamped(tl.load(lengths + each, mask=exists, other=0), most)
+    begin = tl.maximum(length - queries + low, 0)
+    if LEFTPAD:
+        begin = tl.maximum(begin, _clamped(tl.load(leftpad + each, mask=exists, other=0), most))
+    begin = begin // TILE_N * TILE_N
+    keys = tl.maximum(tl.minimum(length + high, length) - begin, 0)
+    mean = tl.cdiv(tl.sum(tl.where(exists, keys, 0).to(tl.int64), 0), splits * batch).to(tl.int32)
+    step = tl.maximum(piece, (mean + TILE_N - 1) // TILE_N * TILE_N)
+    parts = tl.where(exists, tl.maximum((keys + step - 1) // step, 1), 0)
+    ends = tl.cumsum(parts, 0)
+    before = exists & (ends <= unit)
+    b = tl.sum(before.to(tl.int32), 0)
+    base, own = tl.sum(tl.where(each == b, begin, 0), 0), tl.sum(tl.where(each == b, parts, 0), 0)
+    return b, base, tl.max(tl.where(before, ends, 0), 0), own, step
 
 
 @triton.jit
@@ -128,7 +155,7 @@ def _queries(
 
 @triton.jit
 def decode(
-    q, k_cache, v_cache, o, lse, partial_o, partial_lse, q_batch, q_row, q_head, k_cache_page, k_cache_row, k_cache_head, v_cache_page,
+    q, k_cache, v_cache, o, lse, partial_o, partial_lse, parts_of, q_batch, q_row, q_head, k_cache_page, k_cache_row, k_cache_head, v_cache_page,
     v_cache_row, v_cache_head, o_row, lse_batch, lse_head, lengths, starts, pages, pages_batch, entry_of, leftpad, tree, tree_batch, new,
     k_scale, v_scale, scale_k_page, scale_k_row, scale_k_head, scale_v_page, scale_v_row, scale_v_head,
     slopes, slopes_batch, sink, cos, sin, cos_row, sin_row, pairs, positions,
@@ -139,7 +166,7 @@ def decode(
     ROTARY: tl.constexpr, MODIFIED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, SINK: tl.constexpr, GROUP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DIM: tl.constexpr, DIM_B: tl.constexpr, CUT: tl.constexpr, V_DIM: tl.constexpr,
     V_DIM_B: tl.constexpr, V_CUT: tl.constexpr, LATENT: tl.constexpr, BF16_PARTS: tl.constexpr, EMULATED: tl.constexpr,
-    STAGES: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr,
+    STAGES: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, RUN: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """O (tokens, heads, head_dim_v) and LSE, or with SPLIT these of one of `splits` parts of the keys, in fp32. Grid: tiles * splits * heads_k.
 
@@ -148,22 +175,36 @@ def decode(
     RANK, WORLD, RUN: as `shares.held`; lengths and what a row sees are positions until they are made keys of the cache.
     LATENT: values are the first columns of keys, in the same memory.
     JOINS: another launch has the first `prefix` keys of sequences in which every query sees these.
+    SEQUENCES: 0, or `_by_length`'s, with SPLIT and no JOINS, RAGGED, FIXED or WORLD. Then the grid is m_tiles * (splits + 1) * batch * heads_k, and
+    parts lie in the order of sequences; parts_of (batch, 2) has each one's first, and how many they are.
     """
     h_k, rest = tl.program_id(0) % heads_k, tl.program_id(0) // heads_k
-    split, tile = rest % splits, rest // splits
-    if RAGGED:
+    most = FARTHEST if WORLD > 1 else capacity
+    if SEQUENCES:
+        unit, m = rest // m_tiles, rest % m_tiles
+        b, base, first_unit, parts, step = _by_length(
+            unit, lengths, leftpad, batch, seqlen_q, most, low, high, splits, piece, LEFTPAD, TILE_N, SEQUENCES
+        )
+        if b >= batch:
+            return
+        split, start, queries = unit - first_unit, 0, seqlen_q
+        if (split == 0) & (m == 0) & (h_k == 0):
+            tl.store(parts_of + 2 * b, first_unit)
+            tl.store(parts_of + 2 * b + 1, parts)
+    elif RAGGED:
+        split, tile = rest % splits, rest // splits
         b = document_of(starts, tile, batch + 1, steps, GROUP, TILE_M)
         start = _clamped(tl.load(starts + b), seqlen_q)
         stop = tl.load(starts + b + 1, mask=b < batch, other=seqlen_q)
         queries = tl.maximum(_clamped(stop, seqlen_q) - start, 0)
         m = (tile - (tl.load(starts + b).to(tl.int64) * GROUP // TILE_M + b)).to(tl.int32)
     else:
+        split, tile = rest % splits, rest // splits
         b, m = tile // m_tiles, tile % m_tiles
         start, queries = 0, seqlen_q
     rows = m * TILE_M + tl.arange(0, TILE_M)
     token, h = rows // GROUP, h_k * GROUP + rows % GROUP
     exists = (token < queries) & (rows >= 0)
-    most = FARTHEST if WORLD > 1 else capacity
     length = _clamped(tl.load(lengths + b, mask=b < batch, other=0), most)
     position = length - queries + token
 
@@ -181,10 +222,10 @@ def decode(
     begin, end = tl.where(shown, begin, 0), tl.where(shown, end, 0)
     last = tl.max(end, 0)
     first = tl.min(tl.where(shown, begin, last), 0)
-    base = first // TILE_N * TILE_N
-    step = piece
-    if not FIXED:
-        step = tl.maximum(piece, ((last - base + splits - 1) // splits + TILE_N - 1) // TILE_N * TILE_N)
+    if not SEQUENCES:
+        base, step = first // TILE_N * TILE_N, piece
+        if not FIXED:
+            step = tl.maximum(piece, ((last - base + splits - 1) // splits + TILE_N - 1) // TILE_N * TILE_N)
     part = base + split * step
     n_low, n_high = tl.maximum(part, first), tl.minimum(part + step, last)
     count = tl.where(n_low < n_high, (n_high - part + TILE_N - 1) // TILE_N, 0)
@@ -249,10 +290,11 @@ def decode(
     share, natural = settled(top, total)
     at = (start + token).to(tl.int64)
     if not RAGGED:
-        at += b.to(tl.int64) * seqlen_q
+        at += (unit if SEQUENCES else b).to(tl.int64) * seqlen_q
     at = at * heads + h
     if SPLIT:
-        at += split.to(tl.int64) * rows_of_all
+        if not SEQUENCES:
+            at += split.to(tl.int64) * rows_of_all
         tl.store(partial_lse + at, natural, mask=exists)
         target, written = partial_o, exists & (natural != float("-inf"))
     else:
@@ -269,30 +311,37 @@ def decode(
 
 @triton.jit
 def merge(
-    o, lse, partial_o, partial_lse, o_row, partial_o_part, partial_lse_part, lse_batch, lse_head, seqlen_q, heads, splits, rows_of_all,
-    TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, EMULATED: tl.constexpr,
+    o, lse, partial_o, partial_lse, parts_of, o_row, partial_o_part, partial_lse_part, lse_batch, lse_head, seqlen_q, heads, splits, rows_of_all,
+    TILE_M: tl.constexpr, V_DIM: tl.constexpr, V_COLUMNS: tl.constexpr, BY_LENGTH: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """O and LSE of rows from their parts, in order. Grid: tiles of rows (batch, token, head), of `rows_of_all`."""
+    """O and LSE of rows from their parts, in order. Grid: tiles of rows (batch, token, head), of `rows_of_all`.
+
+    BY_LENGTH: the rows of a sequence's parts are where `parts_of` says, as `decode` writes it, and not `splits` parts of all rows.
+    """
     rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     exists, dims = rows < rows_of_all, tl.arange(0, V_DIM)
+    first, count, most = rows.to(tl.int64), rows * 0 + splits, splits
+    if BY_LENGTH:
+        of_one = seqlen_q * heads
+        at = parts_of + 2 * (rows // of_one)
+        first += (tl.load(at, mask=exists, other=0) - rows // of_one).to(tl.int64) * of_one
+        count = tl.load(at + 1, mask=exists, other=0)
+        most = tl.max(count, 0)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
-    at = partial_lse + rows
-    for _ in range(0, splits):
-        top = tl.maximum(top, tl.load(at, mask=exists, other=float("-inf")))
-        at += partial_lse_part
+    for part in range(0, most):
+        at = partial_lse + first + part * partial_lse_part
+        top = tl.maximum(top, tl.load(at, mask=exists & (part < count), other=float("-inf")))
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, V_DIM], tl.float32)
-    at, row0 = partial_lse + rows, rows.to(tl.int64) * o_row
-    for _ in range(0, splits):
-        part = tl.load(at, mask=exists, other=float("-inf"))
-        weight = tl.math.exp2((part - safe) * LOG2E)
-        there = exists & (part != float("-inf"))
-        x = gather(partial_o, row0[:, None], dims[None, :], there[:, None], V_COLUMNS)
+    for part in range(0, most):
+        at = partial_lse + first + part * partial_lse_part
+        one = tl.load(at, mask=exists & (part < count), other=float("-inf"))
+        weight = tl.math.exp2((one - safe) * LOG2E)
+        there = exists & (one != float("-inf"))
+        x = gather(partial_o, (first * o_row + part * partial_o_part)[:, None], dims[None, :], there[:, None], V_COLUMNS)
         total += weight
         acc += x * weight[:, None]
-        at += partial_lse_part
-        row0 += partial_o_part
     share, natural = settled(safe, total)
     h, row = rows % heads, rows // heads
     where = (row // seqlen_q).to(tl.int64) * lse_batch + h.to(tl.int64) * lse_head + row % seqlen_q
