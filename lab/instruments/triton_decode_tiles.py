@@ -3,8 +3,9 @@
     python lab/instruments/triton_decode_tiles.py "b16 8k 32:8 p64 q4; b16 latent-4k 16:1 p64 q1: 32,64,4,3 | 64,64,4,3,4" --out rows.jsonl
 
 Each text has cells by their titles, and trials: rows, keys, warps and stages, and perhaps how many programs there are for a multiprocessor, and of
-how many sequences a program shares out the keys by their lengths (0: all have as many parts). "-" stands for what ships. They are compiled ahead, side by side, and their results compared with those of what ships. Microseconds of a call, medians of replays of a CUDA graph of
-calls on caches that do not fit the L2 cache.
+how many sequences a program shares out the keys by their lengths (0: all have as many parts); "-" is what ships. They are compiled ahead, side by
+side, and their results compared with those of what ships. Microseconds of a call, medians of replays of a CUDA graph of calls on caches that do not
+fit the L2 cache.
 """
 
 import argparse

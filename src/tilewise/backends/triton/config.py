@@ -89,6 +89,9 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm90", "dkdv", 2, 128): (Config(64, 128, 8, 3), TIMED_AGAIN),
     ("sm90", "dq", 2, 64): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "dq", 2, 128): (Config(128, 64, 8, 3), TIMED),
+    ("sm90", "forward", 2, 192): (Config(128, 64, 8, 3), TIMED_AGAIN),
+    ("sm90", "dkdv", 2, 192): (Config(64, 64, 8, 2), TIMED_AGAIN),
+    ("sm90", "dq", 2, 192): (Config(128, 64, 8, 2), TIMED_AGAIN),
     ("sm90", "forward", 2, 256): (Config(128, 64, 8, 2), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 256): (Config(64, 64, 8, 2), TIMED_AGAIN),
     ("sm90", "dq", 2, 256): (Config(128, 32, 8, 2), TIMED_AGAIN),
@@ -369,9 +372,7 @@ OF_WEIGHTS: dict[tuple[str, str, int, int, Weight] | tuple[str, str, int, int, W
     ("sm90", "dq", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 4), TIMED_AGAIN),
     ("sm90", "dkdv", 2, 128, "scores"): (Config(32, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "forward", 2, 256, "scores"): (Config(128, 32, 8, 2), FITS),
-    ("sm90", "dkdv", 2, 256, "scores"): (Config(32, 32, 8, 2), FITS),
-    ("sm90", "dkdv", 2, 256, "pairs"): (Config(32, 32, 8, 2), FITS),
+    ("sm90", "dkdv", 2, 256, "pairs"): (Config(64, 64, 8, 2), TIMED_AGAIN),
     ("sm80", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
     ("sm86", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
     ("sm100", "dkdv", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
@@ -404,12 +405,10 @@ def lighter(config: Config, purpose: str, family: str, weight: Weight) -> Config
     return config._replace(tile_m=tile_m, tile_n=tile_n, warps=8 if weight == "pairs" else config.warps)
 
 
-def config_of_decode(
-    target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int, crowded: bool = False
-) -> Config:
-    """For `rows` rows of a sequence, queries times the heads of a group. crowded: NVIDIA's registers hold none but DECODE's tiles."""
+def config_of_decode(target: Target, rows: int, dtype: torch.dtype, cached: torch.dtype, head_dim: int, head_dim_v: int) -> Config:
+    """For `rows` rows of a sequence, queries times the heads of a group."""
     purpose = "decode" if rows <= LEAST_DIM else "chunk"
     size = 4 if dtype.itemsize == 4 else cached.itemsize
     dims = next(each for each in (64, 128, 192, 256, 576) if max(head_dim, head_dim_v) <= each)
-    row = None if crowded and target.nvidia else TABLE.get((target.family, purpose, size, dims))
+    row = TABLE.get((target.family, purpose, size, dims))
     return DECODE[purpose, size, dims] if row is None else row[0]

@@ -68,8 +68,7 @@ class Shares:
         dims, cached = (q.shape[-1], call.v_cache.shape[3]), call.k_cache.dtype
         one_kernel = self.ragged and call.split is not None  # one set of bits, whatever the number of queries
         self.several = call.max_seqlen_q > 1 or call.tree is not None or one_kernel
-        crowded = call.tree is not None or (self.several and max(dims) > configs.MOST_DIM)  # by its second look at values
-        config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims, crowded)
+        config = configs.config_of_decode(self.target, rows, q.dtype, cached, *dims)
         self.config = config._replace(fused=call.rotary is None)  # torch rotates with products and sums rounded one by one
         tiles = self.seqlen_q * self.group // self.config.tile_m + self.batch + 1
         self.m_tiles = tiles if self.ragged else -(-self.seqlen_q * self.group // self.config.tile_m)
@@ -132,8 +131,8 @@ class Decoder:
         return self
 
     def merge(self) -> Kernel:
-        """That puts its parts together."""
-        return merging.kernel(self.dim_v, self.out_dtype, True, self.sequences > 0)
+        """That puts its parts together, in memory of torch's."""
+        return merging.kernel(self.dim_v, self.out_dtype, self.dim_v % merging.MULTIPLE == 0, self.sequences > 0)
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
         shares, config = self.shares, self.shares.config

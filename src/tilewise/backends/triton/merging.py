@@ -31,7 +31,8 @@ def merge(partial_o: Tensor, partial_lse: Tensor, o: Tensor, lse: Tensor, parts_
     parts, _, dim = partial_o.shape
     rows, (heads, seqlen_q) = lse.numel(), lse.shape[-2:]
     aligned = not any(x.data_ptr() % 16 for x in (partial_o, o)) and not any(step % MULTIPLE for step in (dim, partial_o.stride(0)))
-    arguments = {"partial_o": partial_o, "partial_lse": partial_lse, "o": o, "lse": lse, "splits": parts, "rows_of_all": rows, "parts_of": parts_of}
+    arguments = {"partial_o": partial_o, "partial_lse": partial_lse, "parts_of": parts_of, "splits": parts}
+    arguments |= {"o": o, "lse": lse, "rows_of_all": rows}
     arguments |= {"o_row": dim, "partial_o_part": partial_o.stride(0), "partial_lse_part": partial_lse.stride(0)}
     arguments |= {"heads": heads, "seqlen_q": seqlen_q, "lse_batch": heads * seqlen_q, "lse_head": seqlen_q}
     launcher(kernel(dim, o.dtype, aligned, parts_of is not None), of_device(o.device))(-(-rows // CONFIG.tile_m), arguments)

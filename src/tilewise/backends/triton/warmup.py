@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from tilewise.backends.triton import merging
 from tilewise.backends.triton.append import Appender
 from tilewise.backends.triton.bound import BY_NUMBERS, Bound, finding
 from tilewise.backends.triton.config import MOST_DIM, decodes
@@ -25,6 +24,7 @@ from tilewise.problem import AppendCall, Call, DecodeCall, Dropout
 HEADS_K = 8  # of a cache to which `append` writes; the other kernels are for any number
 PAGES = None, 16, 256  # tokens: the cache is one piece, a tile's keys are of several pages, or of one
 QUERIES = 1, 2, 16  # of a sequence: one, a few, and a prompt in pieces
+BATCHES = 1, 2  # sequences: the second stands for up to 128, whose keys programs share out by lengths
 CAPACITIES = 256, 1 << 14  # tokens, of which several programs share the second
 ABSENT = dict.fromkeys(("cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "split")) | {
     "shared_prefix": 0,
@@ -84,8 +84,8 @@ def of_attention(cell: Cell, target: Target) -> list[Kernel]:
 
 
 def of_decode(cell: Cell, target: Target) -> list[Kernel]:
-    """Of decode and append: contiguous caches and pages in the cell's dtype, one new token of a sequence or several, index tensors of int32. None
-    where decode does not cover the kind.
+    """Of decode and append: contiguous caches and pages in the cell's dtype, up to 128 sequences, of each one new token or several, index tensors of
+    int32. None where decode does not cover the kind.
     """
     dtype, heads, dims = cell.dtype, cell.group, (cell.head_dim, cell.head_dim_v)
     if cell.mask not in BY_NUMBERS or cell.precision is not None or {"bias", "dropout"} & set(cell.extras) or not decodes(dtype, *dims):
@@ -96,19 +96,20 @@ def of_decode(cell: Cell, target: Target) -> list[Kernel]:
 
     changes: dict = {"softcap": 1.0, "alibi_slopes": anywhere(1, heads, dtype=torch.float32), "sink": anywhere(heads, dtype=torch.float32)}
     changes = {name: x for name, x in changes.items() if name.removesuffix("_slopes") in cell.extras}
-    lengths, found = anywhere(1, dtype=torch.int32), []
-    for page, capacity in itertools.product(PAGES, CAPACITIES):
-        places = (1, capacity) if page is None else (capacity // page, page)
-        table = None if page is None else anywhere(1, places[0], dtype=torch.int32)
+    found = []
+    for batch, page, capacity in itertools.product(BATCHES, PAGES, CAPACITIES):
+        lengths = anywhere(batch, dtype=torch.int32)
+        places = (batch, capacity) if page is None else (capacity // page, page)
+        table = None if page is None else anywhere(batch, places[0], dtype=torch.int32)
         for queries in QUERIES:
             k_cache = anywhere(*places, 1, dims[0])
             v_cache = k_cache[..., : dims[1]] if dims[0] > dims[1] else anywhere(*places, 1, dims[1])
-            given = {"q": anywhere(1, queries, heads, dims[0]), "k_cache": k_cache, "v_cache": v_cache, "page_table": table}
+            given = {"q": anywhere(batch, queries, heads, dims[0]), "k_cache": k_cache, "v_cache": v_cache, "page_table": table}
             call = DecodeCall(seqlens=lengths, max_seqlen_q=queries, **given, **ABSENT, **changes)
             decoder = Decoder(call, Shares(call, target=target))
             found += [decoder.kernel(True, latent) for latent in (False, decoder.latent)]
             found += [decoder.merge()] if decoder.split else []
-        k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (1, 1)) for dim in dims)
+        k_cache, v_cache, k, v = (anywhere(*where, HEADS_K, dim) for where in (places, (batch, 1)) for dim in dims)
         new = AppendCall(
             k_cache=k_cache, v_cache=v_cache, k=k, v=v, cache_seqlens=lengths, page_table=table, cache_batch_idx=None,
             cu_seqlens=None, rotary_cos=None, rotary_sin=None, rotary_first=None, interleaved=False,

@@ -323,9 +323,9 @@ def merge(
     first, count, most = rows.to(tl.int64), rows * 0 + splits, splits
     if BY_LENGTH:
         of_one = seqlen_q * heads
-        at = parts_of + 2 * (rows // of_one)
-        first += (tl.load(at, mask=exists, other=0) - rows // of_one).to(tl.int64) * of_one
-        count = tl.load(at + 1, mask=exists, other=0)
+        of_sequence = parts_of + 2 * (rows // of_one)
+        first += (tl.load(of_sequence, mask=exists, other=0) - rows // of_one).to(tl.int64) * of_one
+        count = tl.load(of_sequence + 1, mask=exists, other=0)
         most = tl.max(count, 0)
     top = tl.full([TILE_M], float("-inf"), tl.float32)
     for part in range(0, most):
