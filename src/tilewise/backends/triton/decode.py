@@ -22,6 +22,7 @@ from tilewise.problem import DecodeCall, DecodeTensors, Share, in_fp32
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
+IN_TURNS = 12  # where sequences alone are as many, so that the last turn leaves few multiprocessors without one
 SEQUENCES = 128, 1024  # at most, of whose lengths each program makes its own plan of parts
 FEW_QUERIES = 16  # of a sequence, of which long sequences have parts though all sequences fill the GPU
 MOST_BYTES = 1 << 30  # of parts, with a split
@@ -80,9 +81,12 @@ class Shares:
             self.splits = max(-(-self.capacity // self.piece), 1)
         else:
             self.piece, pieces = LEAST_KEYS, -(-(self.capacity if most is None else min(most, self.capacity)) // LEAST_KEYS)
-            programs = PER_MULTIPROCESSOR * multiprocessors(q.device)
-            self.splits = max(min(programs // max(self.tiles * self.heads_k, 1), pieces), 1)
-            if pieces > 1 < self.batch and not self.ragged and call.share is None and (self.splits > 1 or self.seqlen_q <= FEW_QUERIES):
+            programs, most_programs = max(self.tiles * self.heads_k, 1), PER_MULTIPROCESSOR * multiprocessors(q.device)
+            by_length, few = pieces > 1 < self.batch and not self.ragged and call.share is None, self.seqlen_q <= FEW_QUERIES
+            if by_length and few and programs >= most_programs and max(dims) <= configs.MOST_DIM:
+                most_programs = IN_TURNS * multiprocessors(q.device)
+            self.splits = max(min(most_programs // programs, pieces), 1)
+            if by_length and (few or self.splits > 1):
                 self.sequences = next((most for most in SEQUENCES if self.batch <= most), 0)
         self.bytes = self.splits * self.rows * (call.v_cache.shape[3] + 1) * 4 if self.splits > 1 else 0
 
