@@ -1,7 +1,7 @@
 """The tables of docs/guide/serving.md, from the rows of tools/gpu/vllm_bench.py that benchmarks/results/vllm has: rewrites the page.
 
-They stand between `<!-- vllm:prefill -->`, `<!-- vllm:decode -->` or `<!-- vllm:busy -->` (how long the GPU runs kernels in such a step) and
-`<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
+They stand between `<!-- vllm:prefill -->`, `<!-- vllm:decode -->` (of eight layers), `<!-- vllm:whole -->` (of 32) or `<!-- vllm:busy -->` (how long
+the GPU runs kernels in a step of 32) and `<!-- /vllm -->`. A row's `block` is the tokens of a block of vLLM's cache.
 """
 
 import json
@@ -13,6 +13,7 @@ from context_parallel_tables import markdown
 ROOT = Path(__file__).parents[1]
 ROWS, PAGE = ROOT / "benchmarks/results/vllm", ROOT / "docs/guide/serving.md"
 MARKED = re.compile(r"(<!-- vllm:(\w+) -->\n).*?(<!-- /vllm -->)", re.DOTALL)
+WHOLE = 32  # layers of a model of 8 billion numbers
 COLUMNS = {
     ("CUSTOM", 64): "tilewise",
     ("CUSTOM", 16): "tilewise, blocks of 16",
@@ -25,11 +26,12 @@ def load() -> list[dict]:
 
 
 def table(part: str, rows: list[dict]) -> list[str]:
-    """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode" and "busy", milliseconds of a step."""
-    found = [row for row in rows if row["part"] == part.replace("busy", "decode") and ("busy_ms" in row) == (part == "busy")]
+    """Of the newest row of each cell: "prefill", thousands of prompt tokens a second, or "decode", "whole" and "busy", milliseconds of a step."""
+    found = [row for row in rows if part_of(row) == part]
     a, b, value, first, digits = {
         "prefill": ("cached", "new", lambda row: row["tokens_per_s"] / 1e3, "thousand tokens a second", 1),
         "decode": ("length", "sequences", lambda row: row["ms"], "ms a step", 2),
+        "whole": ("length", "sequences", lambda row: row["ms"], "ms a step of 32 layers", 2),
         "busy": ("length", "sequences", lambda row: row["busy_ms"], "ms of the GPU a step", 2),
     }[part]
     newest = {(row[a], row[b], row["backend"], row["block"]): row for row in found}
@@ -46,6 +48,12 @@ def table(part: str, rows: list[dict]) -> list[str]:
     runs = dict.fromkeys(f"commit {each['commit']}, {each['date'][:10]}" for each in (row["environment"] for row in newest.values()))
     stamp = f"{where['device']}, vLLM {where['vllm']}, torch {where['torch']}; {'; '.join(runs)}."
     return [*markdown([first, *columns.values()], body), "", stamp]
+
+
+def part_of(row: dict) -> str:
+    if row["part"] != "decode":
+        return row["part"]
+    return "busy" if "busy_ms" in row else "whole" if row["layers"] == WHOLE else "decode"
 
 
 def refreshed(text: str, rows: list[dict]) -> str:

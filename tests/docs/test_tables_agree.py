@@ -223,6 +223,7 @@ NOT_READ = {  # kind: why
             "hard-inputs",
             "vllm:prefill",
             "vllm:decode",
+            "vllm:whole",
             "vllm:busy",
             "video",
             "eight-bits",

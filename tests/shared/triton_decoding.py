@@ -38,7 +38,7 @@ def kernel(case) -> Kernel:
         if isinstance(bound, prefix.Prefixed):
             bound = bound.first if "prefix" in words else bound.rest
         if case.kernel == "merge":
-            return merging.kernel(bound.dim_v, bound.out_dtype, case.aligned)
+            return merging.kernel(bound.dim_v, bound.out_dtype, case.aligned, bound.sequences > 0)
         return bound.kernel(case.aligned, bound.latent)
 
 

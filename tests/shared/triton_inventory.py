@@ -162,7 +162,7 @@ def of_decode() -> Iterator[Case]:
         )
         yield Case(arch, "decode", torch.float16, 40, "one", aligned=False)
         yield Case(arch, "decode", fp32, 96, "chunk", "int8+paged")
-        yield from (Case(arch, "merge", bf16, dim, "one") for dim in (128, 576))
+        yield from (Case(arch, "merge", bf16, dim, "one", feature) for dim, feature in ((128, "plain"), (576, "ragged")))
         yield from (Case(arch, "append", bf16, 128, "one", feature) for feature in ("plain", "ragged+rotary", "e4m3+paged"))
         yield Case(arch, "append", bf16, 576, "one", "paged+rotary")
 

@@ -23,6 +23,8 @@ def test_the_newest_row_of_a_cell_counts(tool):
     of_engine = {"backend": "CUSTOM", "block": 64, "environment": where}
     row = {"part": "prefill", "new": 10, "cached": 0} | of_engine
     assert tool.table("prefill", [row | {"tokens_per_s": 1e3}, row | {"tokens_per_s": 2e3}])[2] == "| 10 behind 0 | 2.0 |"
-    row = {"part": "decode", "sequences": 3, "length": 1024} | of_engine
+    row = {"part": "decode", "sequences": 3, "length": 1024, "layers": 8} | of_engine
     rows = [row | {"ms": 1.0}, row | {"ms": 1.234}, row | {"ms": 5.0, "block": 16}]
-    assert tool.table("decode", rows)[2] == "| 3 of 1,024 | 1.23 | 5.00 |"
+    whole, traced = row | {"ms": 9.0, "layers": 32}, row | {"ms": 8.0, "layers": 32, "busy_ms": 7.0}
+    found = {part: tool.table(part, [*rows, whole, traced])[2] for part in ("decode", "whole", "busy")}
+    assert found == {"decode": "| 3 of 1,024 | 1.23 | 5.00 |", "whole": "| 3 of 1,024 | 9.00 |", "busy": "| 3 of 1,024 | 7.00 |"}
