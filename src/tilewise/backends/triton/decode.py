@@ -26,6 +26,7 @@ IN_TURNS = 12  # where sequences alone are as many, so that the last turn leaves
 SEQUENCES = 128, 1024  # at most, of whose lengths each program makes its own plan of parts
 FEW_QUERIES = 16  # of a sequence, of which long sequences have parts though all sequences fill the GPU
 MOST_BYTES = 1 << 30  # of parts, with a split
+MOST_OF_FEW = 1 << 27  # bytes of two parts, where sequences fill the GPU without any
 READ = DecodeTensors.getter(
     "q", "k_cache", "v_cache", "page_table", "cu_seqlens_q", "cache_batch_idx", "leftpad", "tree", "alibi_slopes", "sink", "k_scale", "v_scale",
     "rotary_cos", "rotary_sin",
@@ -82,7 +83,8 @@ class Shares:
         else:
             self.piece, pieces = LEAST_KEYS, -(-(self.capacity if most is None else min(most, self.capacity)) // LEAST_KEYS)
             programs, most_programs = max(self.tiles * self.heads_k, 1), PER_MULTIPROCESSOR * multiprocessors(q.device)
-            by_length, few = pieces > 1 < self.batch and not self.ragged and call.share is None, self.seqlen_q <= FEW_QUERIES
+            by_length = pieces > 1 < self.batch and not self.ragged and call.share is None
+            few = self.seqlen_q <= FEW_QUERIES and 2 * self.rows * (dims[1] + 1) * 4 <= MOST_OF_FEW
             if by_length and few and programs >= most_programs and max(dims) <= configs.MOST_DIM:
                 most_programs = IN_TURNS * multiprocessors(q.device)
             self.splits = max(min(most_programs // programs, pieces), 1)
@@ -204,17 +206,17 @@ class Decoder:
         self, operands: Mapping[str, Tensor | None], whole: Mapping[str, Tensor], joined: tuple[Tensor, Tensor, int] | None
     ) -> None:
         """Launch all of a call."""
-        shares, parts_of = self.shares, None
         if not self.split:
             self._attend(operands, whole)
             return
+        shares, counted = self.shares, {}
         if self.sequences:
             partial_o, partial_lse = self.partials((shares.splits + 1) * shares.batch, shares.rows // shares.batch)
-            there, parts_of = 0, scratch((shares.batch, 2), torch.int32, self.device)
+            there, counted = 0, {"parts_of": scratch((shares.batch, 2), torch.int32, self.device)}
         else:
             partial_o, partial_lse, there = joined or (*self.partials(shares.splits, shares.rows), 0)
-        self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:], "parts_of": parts_of})
-        merging.merge(partial_o, partial_lse, whole["o"], whole["lse"], parts_of)
+        self._attend(operands, {**whole, "partial_o": partial_o[there:], "partial_lse": partial_lse[there:], **counted})
+        merging.merge(partial_o, partial_lse, whole["o"], whole["lse"], **counted)
 
     def _operands(self, given: tuple, seqlens: Tensor) -> dict[str, Tensor | None]:
         """A call's tensors by the names that kernels have for them, as these read them; copies only of what lies otherwise."""
@@ -231,7 +233,7 @@ class Decoder:
         found |= {name: None if x is None else x.float().contiguous() for name, x in (("slopes", slopes), ("sink", sink))}
         return found | {"tree": None if tree is None else tree.contiguous().view(torch.int8)}
 
-    def _attend(self, operands: Mapping[str, Tensor | None], written: Mapping[str, Tensor | None]) -> None:
+    def _attend(self, operands: Mapping[str, Tensor | None], written: Mapping[str, Tensor]) -> None:
         """Launch `kernels.decode`."""
         q, k, v, pages, tree, slopes, cos, sin = (
             operands[name] for name in ("q", "k_cache", "v_cache", "pages", "tree", "slopes", "cos", "sin")
