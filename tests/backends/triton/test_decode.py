@@ -31,6 +31,7 @@ CASES = [
     DecodeCase(lengths=(1500,), heads=(16, 1), **CHANGES),
     DecodeCase(lengths=(1500, 20), split=100, page=5),
     DecodeCase(lengths=(2000, 0, 3, 700, 1025), page=64),  # parts by length: one of all, and, with few sequences, several on average
+    DecodeCase(lengths=(300, *([3] * 130)), heads=(1, 1), page=16),
     DecodeCase(lengths=(1300, 20, 600), queries=3, heads=(2, 1), dtype=torch.float16, **CHANGES),
     DecodeCase(lengths=(1500, 20, 900), queries=2, heads=(2, 1), leftpad=(900, 0, 7), entries=True, sink=True),
     DecodeCase(lengths=(1500, 900, 5), queries=5, heads=(8, 1), page=5, tree=7),
