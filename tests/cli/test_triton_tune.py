@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from tilewise.backends.triton import tune as tuning
 from tilewise.bench.store import append, load
 from tilewise.cli import triton_tune
-from tilewise.masks import Causal, Documents, Full
+from tilewise.masks import Causal, Documents, Full, SlidingWindow
 
 JOB = tuning.Job("dq", torch.bfloat16, 128, masks=(Full(), Causal()))
 IN_INT8 = tuning.Job("forward", torch.bfloat16, 64, masks=(Full(), Documents([0, 40, 90])), precisions=("int8", "int8_qk"))
@@ -103,6 +103,8 @@ def test_the_line_for_the_table(monkeypatch):
     """Of tiles of int8, under the key that calls in 8 bits look up."""
     monkeypatch.setattr(tuning, "_target", lambda: targets.Target("sm_90"))
     assert tuning.row(IN_INT8, CONFIG, "timed").startswith('    ("sm90", "forward", 1, 64): (Config(')
+    line = tuning.row(IN_INT8._replace(masks=(SlidingWindow(5, 0),)), CONFIG, "timed").strip().rstrip(",")
+    assert eval(line, vars(configs))[:7] == ("sm90", "forward", 1, 0, 64, "plain", ("window",))
     assert tuning.shipped(IN_INT8) == configs.TABLE["sm90", "forward", 1, 64][0]
 
 

@@ -9,14 +9,13 @@ import triton_decoding
 
 from tilewise.backends.eight_bits import RECIPES
 from tilewise.backends.triton import bound as bounds
-from tilewise.backends.triton.config import OF_DIMS, OF_MASKS, OF_WEIGHTS, Config
+from tilewise.backends.triton.config import CLASSES, INSTEAD, Config
 from tilewise.backends.triton.kernels import backward, bias, forward
 from tilewise.backends.triton.launch import Kernel
 from tilewise.backends.triton.targets import COMPILED, Target
 from tilewise.masks import Full, Part
 from tilewise.problem import Call, Dropout
 
-CLASSES = 64, 128, 192, 256, 512
 EIGHT_BITS = "centres", "quantise_q", "quantise_k", "largest_values", "quantise_v"
 PASSES = {"forward": forward.forward, "dkdv": backward.dkdv, "dq": backward.dq}
 AGAIN = "careful "
@@ -120,17 +119,13 @@ def cases() -> Iterator[Case]:
         yield from (Case(arch, name, head_dim=512, feature="int8") for name in EIGHT_BITS)
         yield Case(arch, "forward", torch.float16, 96, "varlen", "int8")
         yield from (Case(arch, "forward", feature=feature) for feature in ("largest", "int8+largest", "given"))
-    yield from (Case("sm_90", name, head_dim=dim, mask=mask) for family, name, _, dim, mask in OF_MASKS if family == "sm90")
-    yield from (
-        Case("sm_90", name, head_dim=most, feature="bias" if weight == "pairs" else "plain")
-        for (_, name, _, weight), (_, most, _, _) in OF_DIMS.items()
-    )
-    of_changes = [key for key in OF_WEIGHTS if len(key) == 6 and key[0] == "sm90"]  # with a kind of mask
-    yield from (
-        Case("sm_90", name, head_dim=dim, mask=mask, feature=each)
-        for _, name, _, dim, _, mask in of_changes
-        for each in ("softcap", "alibi")
-    )
+    for each in INSTEAD:
+        if each.family == "sm90":
+            features = {"plain": ("plain",), "scores": ("softcap", "alibi"), "pairs": ("bias",)}[each.weight]
+            masks = each.masks[:1] if each.weight == "pairs" else each.masks
+            yield from (
+                Case("sm_90", each.purpose, head_dim=each.most, mask=mask, feature=feature) for mask in masks for feature in features
+            )
     for arch in RARE:
         yield Case(arch, "prepare")
         yield Case(arch, "prepare", head_dim=512)

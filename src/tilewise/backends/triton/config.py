@@ -60,9 +60,12 @@ def power(dim: int) -> int:
     return max(LEAST_DIM, 1 << (dim - 1).bit_length())
 
 
+CLASSES = 64, 128, 192, 256, 512  # of head_dims
+
+
 def head_class(head_dim: int, head_dim_v: int) -> int:
-    """64, 128, 192, 256 or 512: the smallest that holds both."""
-    return next(each for each in (64, 128, 192, 256, 512) if max(head_dim, head_dim_v) <= each)
+    """The smallest of CLASSES that holds both."""
+    return next(each for each in CLASSES if max(head_dim, head_dim_v) <= each)
 
 
 COMPILED = "compiled with Triton 3.9.0, never timed"
@@ -107,25 +110,54 @@ TABLE: dict[tuple[str, str, int, int], tuple[Config, str]] = {
     ("sm120", "decode", 2, 576): (Config(16, 32, 4, 2), COMPILED),
     ("sm120", "chunk", 2, 576): (Config(32, 16, 8, 2), COMPILED),
 }
-OF_DIMS: dict[tuple[str, str, int, Weight], tuple[int, int, Config, str]] = {
-    # (family, pass, bytes of an element, what a call does to scores): above and up to which head_dim, a configuration in place of its class's
-    ("sm90", "forward", 2, "plain"): (64, 80, Config(128, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "forward", 2, "pairs"): (32, 48, Config(128, 64, 4, 3), TIMED_AGAIN),
-}
-OF_MASKS: dict[tuple[str, str, int, int, str], tuple[Config, str]] = {
-    # as in TABLE, with the kind of mask (`bound.kind_of`): in its place, of calls that leave scores as they are
-    ("sm90", "forward", 2, 64, "window"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
-    ("sm90", "forward", 2, 64, "varlen"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
-    ("sm90", "forward", 2, 128, "window"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
-    ("sm90", "forward", 2, 128, "varlen"): (Config(64, 64, 4, 3), TIMED_FOR_MASKS),
-    ("sm90", "dkdv", 2, 128, "window"): (Config(32, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128, "varlen"): (Config(32, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128, "tiles"): (Config(32, 128, 8, 3), FOR_TABLES),
-    ("sm90", "forward", 2, 256, "tiles"): (Config(128, 32, 8, 2), FOR_TABLES),
-    ("sm90", "dkdv", 2, 256, "tiles"): (Config(32, 64, 8, 2), FITS),
-    ("sm90", "dq", 2, 128, "window"): (Config(64, 64, 4, 2), TIMED_AGAIN),
-    ("sm90", "dq", 2, 128, "varlen"): (Config(64, 64, 4, 2), TIMED_FOR_MASKS),
-}
+
+
+class Instead(NamedTuple):
+    """A configuration in place of what TABLE and `lighter` have, for head_dims above `above` and up to `most`, what a call does to scores, and kinds
+    of masks (`bound.kind_of`), all if there are none here.
+    """
+
+    family: str
+    purpose: str
+    size: int  # bytes of an element
+    above: int
+    most: int
+    weight: Weight
+    masks: tuple[str, ...]
+    config: Config
+    provenance: str
+
+
+INSTEAD = [  # of several that fit the first
+    Instead("sm90", "forward", 2, 0, 64, "plain", ("window", "varlen"), Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
+    Instead("sm90", "forward", 2, 64, 128, "plain", ("window", "varlen"), Config(64, 64, 4, 3), TIMED_FOR_MASKS),
+    Instead("sm90", "dkdv", 2, 64, 128, "plain", ("window", "varlen"), Config(32, 64, 4, 4), TIMED_AGAIN),
+    Instead("sm90", "dkdv", 2, 64, 128, "plain", ("tiles",), Config(32, 128, 8, 3), FOR_TABLES),
+    Instead("sm90", "forward", 2, 192, 256, "plain", ("tiles",), Config(128, 32, 8, 2), FOR_TABLES),
+    Instead("sm90", "dkdv", 2, 192, 256, "plain", ("tiles",), Config(32, 64, 8, 2), FITS),
+    Instead("sm90", "dq", 2, 64, 128, "plain", ("window",), Config(64, 64, 4, 2), TIMED_AGAIN),
+    Instead("sm90", "dq", 2, 64, 128, "plain", ("varlen",), Config(64, 64, 4, 2), TIMED_FOR_MASKS),
+    Instead("sm90", "forward", 2, 64, 80, "plain", ("band",), Config(128, 64, 4, 3), TIMED_AGAIN),
+    Instead("sm90", "forward", 2, 32, 48, "pairs", ("band", "window", "varlen"), Config(128, 64, 4, 3), TIMED_AGAIN),
+    Instead("sm90", "forward", 2, 0, 64, "scores", ("band",), Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
+    Instead("sm90", "forward", 2, 64, 128, "scores", ("band",), Config(128, 128, 8, 3), TIMED_AGAIN),
+    Instead("sm90", "dq", 2, 0, 64, "scores", ("band",), Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
+    Instead("sm100", "dkdv", 2, 64, 128, "scores", ("tiles",), Config(64, 64, 8, 2), FITS),
+    Instead("sm100", "dq", 2, 64, 128, "scores", ("tiles",), Config(64, 64, 8, 2), FITS),
+    Instead("sm90", "dkdv", 2, 0, 64, "scores", (), Config(64, 64, 4, 4), TIMED_AGAIN),
+    Instead("sm90", "dkdv", 2, 64, 128, "scores", (), Config(32, 64, 4, 4), TIMED_AGAIN),
+    Instead("sm90", "dkdv", 2, 192, 256, "pairs", (), Config(64, 64, 8, 2), TIMED_AGAIN),
+    Instead("sm80", "dq", 2, 64, 128, "scores", (), Config(128, 32, 8, 2), FITS),
+    Instead("sm86", "dq", 2, 64, 128, "scores", (), Config(128, 32, 8, 2), FITS),
+    Instead("sm80", "dkdv", 2, 64, 128, "pairs", (), Config(32, 64, 8, 2), FITS),
+    Instead("sm86", "dkdv", 2, 64, 128, "pairs", (), Config(32, 64, 8, 2), FITS),
+    Instead("sm90", "forward", 2, 0, 64, "pairs", (), Config(64, 64, 4, 3), TIMED_AGAIN),
+    Instead("sm90", "forward", 2, 64, 128, "pairs", (), Config(128, 64, 8, 3), TIMED_AGAIN),
+    Instead("sm90", "dkdv", 2, 0, 64, "pairs", (), Config(64, 64, 4, 2), TIMED_AGAIN),
+    Instead("sm90", "dkdv", 2, 64, 128, "pairs", (), Config(32, 128, 8, 4), TIMED_AGAIN),
+    Instead("sm90", "dq", 2, 0, 64, "pairs", (), Config(64, 64, 4, 3), TIMED_AGAIN),
+    Instead("sm90", "dq", 2, 64, 128, "pairs", (), Config(128, 64, 8, 3), TIMED_AGAIN),
+]
 FITTING: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
     # pass, bytes of an element, head class: {families: (tile_m, tile_n, warps, stages)}
     ("forward", 2, 64): {
@@ -346,16 +378,17 @@ def config_of(
     target: Target, purpose: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, weight: Weight = "plain", mask: str = "band"
 ) -> Config:
     """Of a pass: "forward", "dkdv" or "dq". mask: its kind, `bound.kind_of`."""
-    key = target.family, purpose, dtype.itemsize, head_class(head_dim, head_dim_v)
-    if weight == "plain" and (of_mask := OF_MASKS.get((*key, mask))):
-        return of_mask[0]
-    above, most, of_dims, _ = OF_DIMS.get((*key[:3], weight), (0, 0, None, ""))
-    if of_dims is not None and mask != "tiles" and above < max(head_dim, head_dim_v) <= most:
-        return of_dims
-    if of_weight := OF_WEIGHTS.get((*key, weight, mask)) or OF_WEIGHTS.get((*key, weight)):
-        return of_weight[0]
-    config, _ = TABLE[key]
-    return lighter(config, purpose, target.family, weight) if target.nvidia else config
+    family, size, dim = target.family, dtype.itemsize, max(head_dim, head_dim_v)
+    for each in INSTEAD:
+        if (
+            each[:3] == (family, purpose, size)
+            and each.above < dim <= each.most
+            and each.weight == weight
+            and (mask in each.masks or not each.masks)
+        ):
+            return each.config
+    config, _ = TABLE[family, purpose, size, head_class(head_dim, head_dim_v)]
+    return lighter(config, purpose, family, weight) if target.nvidia else config
 
 
 def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mask: str) -> Config:
@@ -365,27 +398,6 @@ def config_of_call(target: Target, purpose: str, call: Call, weight: Weight, mas
     return config_of(target, purpose, dtype, call.head_dim, call.head_dim_v, weight, mask)
 
 
-OF_WEIGHTS: dict[tuple[str, str, int, int, Weight] | tuple[str, str, int, int, Weight, str], tuple[Config, str]] = {
-    # as in TABLE, with what a call does to scores and perhaps the kind of mask: in place of its row, cut down to MOST
-    ("sm90", "forward", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
-    ("sm90", "forward", 2, 128, "scores", "band"): (Config(128, 128, 8, 3), TIMED_AGAIN),
-    ("sm90", "dq", 2, 64, "scores", "band"): (Config(64, 64, 4, 3, registers=THREE_BLOCKS), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 64, "scores"): (Config(64, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128, "scores"): (Config(32, 64, 4, 4), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 256, "pairs"): (Config(64, 64, 8, 2), TIMED_AGAIN),
-    ("sm80", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
-    ("sm86", "dq", 2, 128, "scores"): (Config(128, 32, 8, 2), FITS),
-    ("sm100", "dkdv", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
-    ("sm100", "dq", 2, 128, "scores", "tiles"): (Config(64, 64, 8, 2), FITS),
-    ("sm80", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
-    ("sm86", "dkdv", 2, 128, "pairs"): (Config(32, 64, 8, 2), FITS),
-    ("sm90", "forward", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "forward", 2, 128, "pairs"): (Config(128, 64, 8, 3), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 64, "pairs"): (Config(64, 64, 4, 2), TIMED_AGAIN),
-    ("sm90", "dkdv", 2, 128, "pairs"): (Config(32, 128, 8, 4), TIMED_AGAIN),
-    ("sm90", "dq", 2, 64, "pairs"): (Config(64, 64, 4, 3), TIMED_AGAIN),
-    ("sm90", "dq", 2, 128, "pairs"): (Config(128, 64, 8, 3), TIMED_AGAIN),
-}
 MOST = {  # tiles of what NVIDIA's 255 registers a thread hold
     "scores": {"forward": (128, 64)},
     "pairs": {"forward": (128, 32), "dkdv": (32, 64), "dq": (64, 32)},

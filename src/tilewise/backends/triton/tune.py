@@ -16,7 +16,7 @@ import torch
 
 from tilewise.backends.eight_bits import INT8, RECIPES
 from tilewise.backends.triton.bound import Bound, kind_of
-from tilewise.backends.triton.config import Config, config_of, head_class
+from tilewise.backends.triton.config import CLASSES, Config, Instead, config_of, head_class
 from tilewise.backends.triton.eight_bits import Quantiser
 from tilewise.backends.triton.launch import Kernel, compiled
 from tilewise.backends.triton.targets import Target, of_device
@@ -171,10 +171,15 @@ def shipped(job: Job) -> Config:
 
 
 def row(job: Job, config: Config, note: str) -> str:
-    """The line for config.TABLE, or with a kind of mask for config.OF_MASKS."""
-    key = _target().family, job.purpose, job.multiplied.itemsize, head_class(job.head_dim, job.head_dim)
-    key = key if job.kind == "band" else (*key, job.kind)
-    return f"    {key}: ({config!r}, {note!r}),".replace("'", '"')
+    """The line for config.TABLE, or with a kind of mask for config.INSTEAD."""
+    most = head_class(job.head_dim, job.head_dim)
+    key = _target().family, job.purpose, job.multiplied.itemsize
+    if job.kind == "band":
+        found = f"{(*key, most)}: ({config!r}, {note!r})"
+    else:
+        above = max((each for each in CLASSES if each < most), default=0)
+        found = repr(Instead(*key, above, most, "plain", (job.kind,), config, note))
+    return f"    {found},".replace("'", '"')
 
 
 def _target() -> Target:
