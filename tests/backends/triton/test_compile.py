@@ -174,8 +174,9 @@ RDNA_SPILLS = {
 }
 SPILLED = {"gfx90a dkdv bfloat16 128 band plain": 1}  # registers, without a stack: to accumulation registers
 LISTED = SPILLS | SPILLS_MORE | RDNA_SPILLS
-"""Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them so; others wait
-for one, or are rare (unaligned tensors, `prepare` of a head_dim of 512). RDNA_SPILLS: RDNA3 has 256 registers, which operands of 128 columns fill.
+"""Bytes of stack a thread, by kernel. SPILLS_MORE: more than that. Hopper's in 16 bits are the fastest of a search that measured them so, but for
+decode's trees; others wait for one, or are rare (unaligned tensors, `prepare` of a head_dim of 512). RDNA_SPILLS: RDNA3 has 256 registers, which
+operands of 128 columns fill.
 """
 TABLE = rows()
 INVENTORY = list(cases())

@@ -8,8 +8,9 @@ import triton_problems as problems
 from decode_problems import DecodeCase
 from interpreted import interpreted
 
-from tilewise.backends.triton import targets
+from tilewise.backends.triton import decode, targets
 from tilewise.masks import Causal, Full, SlidingWindow
+from tilewise.problem import DecodeCall
 
 pytestmark = pytest.mark.skipif(not targets.installed(), reason="Triton is not installed")
 
@@ -46,6 +47,38 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_cases(case):
     interpreted(problems.holds, case)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "sequences", "splits"),
+    [
+        (16, {}, 128, 2),  # 8 key heads
+        (64, {}, 128, 3),  # more than two a multiprocessor without any parts: twelve
+        (300, {}, 1024, 1),
+        (1, {}, 0, 33),
+        (2000, {}, 0, 1),
+        (64, {"capacity": 256}, 0, 1),  # of which there is one part
+        (64, {"queries": 17}, 0, 1),
+        (4, {"packed": True}, 0, 5),
+        (1024, {"heads": 512}, 0, 1),  # parts would take 1 GB
+    ],
+    ids=str,
+)
+def test_how_many_parts_there_are(batch, shape, sequences, splits, monkeypatch):
+    """Of a GPU with 132 multiprocessors."""
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    shape = {"capacity": 1 << 14, "queries": 1, "packed": False, "heads": 32} | shape
+    numbers = torch.empty(1, dtype=torch.bfloat16, device="cpu")
+    lead = (batch * shape["queries"],) if shape["packed"] else (batch, shape["queries"])
+    cache, lengths = numbers.expand(batch, shape["capacity"], 8, 128), torch.empty(1, dtype=torch.int32, device="cpu")
+    absent = dict.fromkeys(("page_table", "cache_batch_idx", "leftpad", "tree", "split"))
+    call = DecodeCall(
+        q=numbers.expand(*lead, shape["heads"], 128), k_cache=cache, v_cache=cache, seqlens=lengths.expand(batch),
+        cu_seqlens_q=lengths.expand(batch + 1) if shape["packed"] else None, max_seqlen_q=shape["queries"], shared_prefix=0,
+        mask=Causal(), scale=1.0, **absent,
+    )  # fmt: skip
+    found = decode.Shares(call, target=targets.Target("sm_90"))
+    assert (found.sequences, found.splits) == (sequences, splits)
 
 
 @pytest.mark.parametrize(

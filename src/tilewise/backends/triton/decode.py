@@ -23,7 +23,7 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 LEAST_KEYS = 256  # of a part, where a split is not given
 PER_MULTIPROCESSOR = 2  # programs that there are parts for
 IN_TURNS = 12  # where sequences alone are as many, so that the last turn leaves few multiprocessors without one
-SEQUENCES = 128, 1024  # at most, of whose lengths each program makes its own plan of parts
+SEQUENCES = 128, 1024  # at most, of which each program reads all lengths; there is a kernel for either
 FEW_QUERIES = 16  # of a sequence, of which long sequences have parts though all sequences fill the GPU
 MOST_BYTES = 1 << 30  # of parts, with a split
 MOST_OF_FEW = 1 << 27  # bytes of two parts, where sequences fill the GPU without any
@@ -137,7 +137,7 @@ class Decoder:
         return self
 
     def merge(self) -> Kernel:
-        """That puts its parts together, in memory of torch's."""
+        """The kernel that puts its parts together; torch's memory begins where wide loads can."""
         return merging.kernel(self.dim_v, self.out_dtype, self.dim_v % merging.MULTIPLE == 0, self.sequences > 0)
 
     def _constants(self, call: DecodeCall) -> dict[str, object]:
